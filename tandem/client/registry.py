@@ -52,6 +52,8 @@ class RunningStack:
     """Of the checkpoint; empty in a file of an older version."""
     http_address: str = ""
     """host:port of the router's HTTP API; empty without one."""
+    router_workers: int = 1
+    """Processes of the router: the HTTP API's metrics are those of the one that answers."""
 
 
 class StackFolder:
@@ -143,10 +145,11 @@ def model_folder_of(address: str) -> Path | None:
 
 
 def metrics_address_of(admin_address: str) -> str | None:
-    """Where the local stack of this user at `admin_address` serves metrics to clients without TLS and tokens."""
+    """Where the local stack of this user at `admin_address` serves its router's metrics, all of them, to clients
+    without TLS and tokens."""
     for stack in running_stacks():
         if stack.admin_address == admin_address and stack_credentials(Path(stack.folder)) == PLAINTEXT:
-            return stack.http_address or None
+            return (stack.http_address or None) if stack.router_workers == 1 else None
     return None
 
 

@@ -282,6 +282,7 @@ class LocalStack:
             admin_address=self.admin_address,
             model_folder=str(self.settings.model),
             http_address=self.http_address or "",
+            router_workers=self.settings.router_workers,
         )
         self._cleanup.callback(registry.announce(self._announced).unlink, missing_ok=True)
 

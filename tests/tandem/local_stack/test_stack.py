@@ -19,7 +19,7 @@ import pytest
 
 from serving.auth import BearerTokens
 from tandem.client import health
-from tandem.client.registry import credentials_for
+from tandem.client.registry import credentials_for, metrics_address_of
 from tandem.commands.up import usage_text
 from tandem.local_stack import stack as stack_module
 from tandem.local_stack import supervisor, topology
@@ -100,6 +100,17 @@ def test_the_api_key_reaches_the_router_as_a_digest_and_this_users_commands(monk
         assert not any("k" * 32 in part for process in stack.processes.values() for part in process.spec.argv)
         assert '-H "Authorization: Bearer $(cat ' in usage_text(stack)
         assert "live page" not in usage_text(stack), "it has none"
+
+
+@pytest.mark.parametrize("router_workers", [1, 2])
+def test_the_metrics_of_one_worker_of_several_are_not_announced(
+    router_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, {})
+    with LocalStack(settings(router_workers=router_workers, http_port=0)) as stack:
+        stack.announce()
+        assert stack.http_address
+        assert metrics_address_of(stack.admin_address) == (stack.http_address if router_workers == 1 else None)
 
 
 def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
