@@ -9,7 +9,8 @@ SLO       the share of requests that meet every objective; failed and refused on
 cached    prompt tokens whose KV the endpoint had, in a prefix cache or a store, and did not compute
 
 TTFT, ITL, TPOT, E2E and token rates are of requests that succeeded. Requests that the load itself cancelled (Ctrl-C)
-are counted as unfinished and are in no other figure.
+are counted as unfinished and are in no latency, goodput or token figure; duration, offered rate, requests in flight and
+lag include them.
 """
 
 from __future__ import annotations

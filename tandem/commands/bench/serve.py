@@ -174,7 +174,7 @@ _output_options = option_group(
 )  # fmt: skip
 
 
-_CTRL_C = "Ctrl-C"
+_STOPPED_BY = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _OF_A_ROUTER = ("connections", "ca_file", "cert_file", "key_file", "server_name", "token_file")
 _OF_A_TRACE = (
     "speed", "length_scale", "trace_from_s", "trace_for_s", "hash_block_len", "max_prompt_len", "max_output_len",
@@ -244,7 +244,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     _write(results, json_file, save_requests, plots_folder)
-    if results.stopped_by == _CTRL_C:
+    if results.stopped_by in _STOPPED_BY.values():
         raise click.exceptions.Exit(INTERRUPTED)
     if results.stopped_by or not any(point.report.num_succeeded for point in results.points):
         raise click.exceptions.Exit(1)
@@ -276,12 +276,11 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
     workload = make_workload(options, served)
     results = Results(endpoint.name, served.model, {**options.as_settings(), "workload": str(workload)})
     click.echo(f"{endpoint.name}, model {served.model}; {workload}; seed {options.seed}\n")
-    display, stop = LoadDisplay(sweep.objectives), _stop_on_signals()
+    display, stop = LoadDisplay(sweep.objectives), _stop_on_signals(results)
     try:
         results.points = await run_sweep(
             endpoint, workload, sweep, display, check=lambda requests: check_requests(requests, served), stop=stop
         )
-        results.stopped_by = _CTRL_C if stop.is_set() else ""
     except WarmUpFailed as error:
         if not error.points:
             raise
@@ -299,18 +298,18 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
     return results
 
 
-def _stop_on_signals() -> asyncio.Event:
-    """Set by the first Ctrl-C or SIGTERM; a second one has its default effect."""
+def _stop_on_signals(results: Results) -> asyncio.Event:
+    """Set by the first Ctrl-C or SIGTERM, which `results` name; a second one has its default effect."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
 
-    def on_signal() -> None:
+    def on_signal(name: str) -> None:
+        results.stopped_by = name
         stop.set()
-        for number in numbers:
+        for number in _STOPPED_BY:
             loop.remove_signal_handler(number)
 
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)
+    for number, name in _STOPPED_BY.items():
+        loop.add_signal_handler(number, on_signal, name)
     return stop
 
 

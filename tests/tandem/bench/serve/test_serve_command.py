@@ -185,8 +185,8 @@ async def test_when_everything_fails_so_does_the_command() -> None:
     assert "0 ok, 0 failed, 3 refused" in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path, number: int, name: str) -> None:
     def half_hang(index: int) -> Behaviour:
         return Behaviour(hang_at=2 if index >= 4 and index % 2 else None)
 
@@ -211,9 +211,9 @@ async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path
     num_ok, num_unfinished = map(int, counts.groups())  # an answer that the server has ended may be on its way
     assert num_ok + num_unfinished == 6
     assert num_unfinished >= 3
-    assert "PARTIAL, stopped: Ctrl-C; figures until then" in output.decode()
+    assert f"PARTIAL, stopped: {name}; figures until then" in output.decode()
     results = json.loads(file.read_text())
-    assert results["partial"]
+    assert (results["partial"], results["stopped_by"]) == (True, name)
     assert len(results["points"]) == 1
     assert server.num_requests == 10
 
