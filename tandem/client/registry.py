@@ -216,7 +216,8 @@ def _age_s(folder: Path) -> float:
 
 
 def _announced() -> Iterator[tuple[Path, RunningStack]]:
-    """Of none where this user has no home, or none that can be read, as in a pod of an application."""
+    """Without files that are of another version. None where this user has no home, or none that can be read, as in a
+    pod of an application."""
     try:
         paths = [*state_dir().glob("stack-*.json")]
     except OSError:

@@ -3,7 +3,8 @@
     spec ─start()─▶ starting ─ready file─▶ ready ─stop_all() | kill() | exit─▶ ended ─start()─▶ …
 
 Each process leads a session of its own: Ctrl-C in a terminal reaches only the owner, which then stops the processes,
-and one signal to the group ends a service together with its engine core.
+and one signal to the group ends a service together with its engine core. The workers of a router (`--workers`) lead
+sessions of their own: they end with it by the kernel's death signal.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def _message(line: str) -> str:
 
 
 def stop_all(processes: list[ManagedProcess], grace_s: float) -> None:
-    """Sends all processes SIGTERM, and kills those that still run after `grace_s`. Returns when all are gone.
+    """Sends all processes SIGTERM, and kills those that still run after `grace_s`. Returns when all are gone;
+    workers of a router that was killed may end a moment later.
 
     A service drains at the first SIGTERM and stops at the second; the pause keeps the two from merging into one.
     """

@@ -2,7 +2,8 @@
 
     file ─read_trace─▶ TraceRow … ─plan─▶ PlannedRequest …
 
-Traces hold lengths and times, no text. Prompts of each row's length are generated, equal in every run. Two formats:
+Traces hold lengths and times, no text. Prompts of each row's length are generated: the same for the same seed, and
+others for each run of a sweep. Two formats:
 
 - Azure LLM inference, CSV: `TIMESTAMP,ContextTokens,GeneratedTokens` (https://github.com/Azure/AzurePublicDataset).
 - Mooncake, one JSON object a line: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`: one for
