@@ -386,8 +386,8 @@ class Host:
         for running in self._running.values():
             request, load = running.request, running.load
             if running.has_token:
-                continue
-            if load is None or load.is_given_up:
+                counts.num_streams += 1
+            elif load is None or load.is_given_up:
                 counts.num_waiting_tokens += len(request.prompt_token_ids) + len(request.output_token_ids)
             elif load.reserved is None:
                 counts.num_without_room += 1

@@ -30,6 +30,8 @@ class RequestCounts:
     """Of these, those with blocks that wait for KV or seed."""
     num_without_room: int = 0
     """Of these, those that wait for such blocks."""
+    num_streams: int = 0
+    """Of these, those that have a token."""
     num_waiting_tokens: int = 0
     """Of those that compute their prompt and have no token yet."""
 
@@ -77,6 +79,7 @@ class LoadMeter(StatLoggerBase):
         return EngineLoad(
             num_waiting=num_computed - num_running,
             num_running=num_running,
+            num_prefilling=max(num_running - requests.num_streams, 0),
             num_loading=requests.num_loading,
             num_waiting_tokens=requests.num_waiting_tokens,
             num_without_room=requests.num_without_room,

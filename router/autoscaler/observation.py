@@ -150,8 +150,7 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
     load, info = view.load, view.info
     _check_report(sample.name, view)
     num_running = load.num_running + load.num_loading
-    num_prefilling = load.num_prefilling + load.num_loading
-    is_blocked = role == "prefill" and load.num_waiting > 0 and num_prefilling == 0 and load.held_blocks > 0
+    is_blocked = role == "prefill" and _is_blocked(view)
     num_waiting = 0 if is_blocked else load.num_waiting
     num_tokens = 0 if is_blocked else load.num_waiting_tokens
     speed_per_s = view.throughput.prefill_per_s or speed_per_s
@@ -166,6 +165,14 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
         kv_use=(view.num_used_blocks - (load.held_blocks if role == "prefill" else 0)) / max(info.num_blocks, 1),
         is_blocked=is_blocked,
     )
+
+
+def _is_blocked(view: InstanceView) -> bool:
+    """Whether prompts wait, none is begun, and what is held for readers was computed before the last seconds. KV that
+    has just been computed is held everywhere, and between two steps no prompt may be begun."""
+    load, num_held = view.load, view.load.held_blocks * max(view.info.identity.block_size, 1)
+    is_begun = load.num_prefilling + load.num_loading > 0
+    return load.num_waiting > 0 and not is_begun and num_held > view.throughput.num_recent_computed
 
 
 def _is_warm(sample: InstanceSample, warm_up_s: float) -> bool:

@@ -32,6 +32,8 @@ class ThroughputEstimate:
     """Seconds since this router last assigned it a prompt to prefill."""
     recent_prefill_per_s: float = 0.0
     """Prompt tokens per second of the last seconds: assigned by this router or, if that is more, computed."""
+    num_recent_computed: int = 0
+    """Prompt tokens of the last seconds that its load reports show as computed."""
 
 
 UNMEASURED = ThroughputEstimate()
@@ -79,7 +81,9 @@ class ThroughputEstimator:
 
     def estimate(self, now_s: float) -> ThroughputEstimate:
         since_s = now_s - self._assigned_s
-        return ThroughputEstimate(self._prefill.per_s, self._hand_over.per_s, since_s, self._recent_per_s(now_s))
+        num_assigned, num_computed = self._recent(now_s)
+        recent_per_s = max(num_assigned, num_computed) / _RECENT_S
+        return ThroughputEstimate(self._prefill.per_s, self._hand_over.per_s, since_s, recent_per_s, num_computed)
 
     def prefill_assigned(self, now_s: float, num_tokens: int = 0) -> None:
         """The instance gets a prompt with `num_tokens` to prefill, which will be measured."""
@@ -111,14 +115,14 @@ class ThroughputEstimator:
                 self._prefill.observe(num_tokens, now_s - self._busy_since[1])
             self._busy_since = (num_prefilled_tokens, now_s)
 
-    def _recent_per_s(self, now_s: float) -> float:
+    def _recent(self, now_s: float) -> tuple[int, int]:
+        """The prompt tokens assigned and computed in the last seconds."""
         assigned, computed = self._recent_assigned, self._recent_computed
         while assigned and assigned[0][0] < now_s - _RECENT_S:
             self._num_recent_tokens -= assigned.popleft()[1]
         while computed and computed[0][0] < now_s - _RECENT_S:
             computed.popleft()
-        num_computed = computed[-1][1] - computed[0][1] if computed else 0
-        return max(self._num_recent_tokens, num_computed) / _RECENT_S
+        return self._num_recent_tokens, computed[-1][1] - computed[0][1] if computed else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,22 @@ class _Vllm:
             yield output
 
 
+async def test_running_requests_without_a_token_are_prompts(module: Any) -> None:
+    """vLLM runs three of the five: the two that have a token, and one prompt."""
+    meter = module.LoadMeter()
+    meter.num_blocks = 100
+    meter.record(SimpleNamespace(num_running_reqs=3, kv_cache_usage=0.5), None)
+    link, socket = SimpleNamespace(load=importlib.import_module("vllm_engine.kv_messages").KVLoad()), SimpleNamespace()
+    host = module.Host(_Vllm(), socket, meter, SimpleNamespace(), SimpleNamespace(), link=link, info=INFO)
+    for number in range(5):
+        request = _request(f"{number}", "a")
+        host._running[request.request_id] = module._Running(request, has_token=number < 2)
+    load = meter.load(host._count_requests(), link.load)
+    assert (load.num_waiting, load.num_running, load.num_prefilling) == (2, 3, 1)
+    host._running["2"].has_token = True  # vLLM's own numbers are older
+    assert meter.load(host._count_requests(), link.load).num_prefilling == 0
+
+
 def _request(request_id: str, regex: str) -> EngineRequest:
     return EngineRequest(request_id=request_id, prompt_token_ids=[1], params=SamplingParams(max_tokens=4, regex=regex))
 

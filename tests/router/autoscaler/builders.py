@@ -17,6 +17,7 @@ from router.pools.throughput import ThroughputEstimate
 
 NUM_SEQS = 10
 NUM_BLOCKS = 1000
+BLOCK_SIZE = 16
 SPEED = 1000.0
 INTERVAL_S = 5.0
 STALE_S = 12.0
@@ -34,14 +35,15 @@ def instance(
     used_blocks: int = 0,
     num_seqs: int = NUM_SEQS,
     speed: float | None = SPEED,
+    num_recent: int = 0,
     **report: Any,
 ) -> InstanceSample:
-    """One instance; `report` are fields of its load report. Of its blocks `used_blocks` are neither free nor cached."""
+    """One instance; `report` are fields of its load report. Of its blocks `used_blocks` are neither free nor cached; it
+    has computed `num_recent` prompt tokens lately."""
     load = replace(LoadReport(epoch=name, free_blocks=NUM_BLOCKS - used_blocks), **report)
-    info = InstanceInfo(name, name, None, name, Identity(), num_blocks=NUM_BLOCKS, max_num_seqs=num_seqs)
-    view = InstanceView(
-        InstanceKey(name, name), info, load, out=out, throughput=ThroughputEstimate(prefill_per_s=speed), up_s=up_s
-    )
+    identity, throughput = Identity(block_size=BLOCK_SIZE), ThroughputEstimate(speed, num_recent_computed=num_recent)
+    info = InstanceInfo(name, name, None, name, identity, num_blocks=NUM_BLOCKS, max_num_seqs=num_seqs)
+    view = InstanceView(InstanceKey(name, name), info, load, out=out, throughput=throughput, up_s=up_s)
     return InstanceSample(name, state, report_age_s, view)
 
 

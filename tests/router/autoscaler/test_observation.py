@@ -13,7 +13,16 @@ from router.autoscaler.observation import InstanceSample, Problem
 from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import PoolPolicy
 from router.pools.instance import State
-from tests.router.autoscaler.builders import NUM_BLOCKS, NUM_SEQS, SPEED, instance, policy_of, pool, starting
+from tests.router.autoscaler.builders import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    NUM_SEQS,
+    SPEED,
+    instance,
+    policy_of,
+    pool,
+    starting,
+)
 
 REPORTED = (
     *("num_waiting", "num_running", "num_loading", "num_waiting_tokens"),
@@ -136,6 +145,17 @@ def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> N
     assert working.score > 3
     [decoding] = pool(instance(**stuck, num_running=1), role="prefill").warm
     assert decoding.is_blocked, "streams that it serves alone are no prompts"
+
+
+def test_a_prefill_queue_that_moves_is_prefill_load_whatever_is_held() -> None:
+    """Between two steps no prompt is begun, and KV that was just computed is held."""
+    busy: dict[str, Any] = {"num_waiting": 9, "num_waiting_tokens": 9000, "used_blocks": 100, "held_blocks": 100}
+    observation = pool(instance(**busy, num_recent=100 * BLOCK_SIZE), role="prefill", queue=QueueSample(5, 3.0))
+    [load] = observation.warm
+    assert not load.is_blocked
+    assert (load.num_waiting, load.waiting_s, observation.queue.delay_s) == (9, 9000 / SPEED, 3.0)
+    [trickling] = pool(instance(**busy, num_recent=100 * BLOCK_SIZE - 1), role="prefill").warm
+    assert trickling.is_blocked, "what it holds is older than what it has computed lately"
 
 
 @given(

@@ -103,9 +103,11 @@ def test_recent_prompts_are_those_of_five_seconds_assigned_here_or_computed_if_t
         assert recent.estimate(now_s).recent_prefill_per_s == num_tokens / 5.0
     recent.report_received(1000, 0, 21.0)
     recent.report_received(1000 + 10**6, 0, 22.0)
+    assert recent.estimate(22.0).num_recent_computed == 10**6
     assert recent.estimate(22.0).recent_prefill_per_s == 10**6 / 5.0
     assert recent.estimate(30.0).recent_prefill_per_s == 0.0
     recent.prefill_assigned(30.0, 10)
+    assert recent.estimate(30.0).num_recent_computed == 0
     recent.clear()
     assert recent.estimate(30.0).recent_prefill_per_s == 0.0
 
