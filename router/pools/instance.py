@@ -1,7 +1,7 @@
 """One instance of a pool: its identity, its load, and whether it may be picked.
 
 connecting ──info, first report──▶ ready ⇄ draining | wedged ──stream broken or silent──▶ lost ──▶ connecting
-    any of them ──its address has left the pool──▶ leaving ──its last call is over──▶ removed by the pool
+    any of them ──its address has left the pool──▶ leaving ──its calls and its drain are over──▶ removed by the pool
 
 `watch` moves it through these states until it is cancelled; there is one task per instance. An instance that is lost or
 wedged ends the calls that run on it, so that their requests go on elsewhere without waiting for the connection to fail:
@@ -28,6 +28,7 @@ from router.pools.instance_info import InstanceInfo, InstanceKey, InstanceView, 
 from router.pools.settings import PoolSettings
 from router.pools.throughput import ThroughputEstimator
 from router.pools.token_stream import TokenStreams
+from serving.broadcast import Broadcast
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +179,7 @@ class UpstreamInstance:
         self._first_seen_s = math.inf
         self._lost: str | None = "connecting"
         self._lost_state: State = "connecting"
+        self._disconnected = Broadcast()
         self._is_leaving = False
         self._failure_detector = FailureDetector(
             self.settings.beat_timeout_s,
@@ -226,6 +228,11 @@ class UpstreamInstance:
         return self._status()[1]
 
     @property
+    def is_draining(self) -> bool:
+        """Whether its process is there and drains, be it for another router."""
+        return self._lost is None and self._load is not None and self._load.draining
+
+    @property
     def report_age_s(self) -> float:
         return self._failure_detector.report_age_s
 
@@ -235,6 +242,11 @@ class UpstreamInstance:
         if self.state != "lost":
             return self.state == "wedged"
         return self._silent_since_s is not None and time.monotonic() - self._silent_since_s < within_s
+
+    async def wait_lost(self, timeout_s: float) -> None:
+        """Returns when there is no connection to its process, or after `timeout_s`."""
+        if self._lost is None:
+            await self._disconnected.wait(timeout_s)
 
     def set_leaving(self, is_leaving: bool) -> None:
         """Whether its address has left the pool. Then it gets no new calls, and those that run there run on."""
@@ -367,6 +379,7 @@ class UpstreamInstance:
         elif self._lost is None:
             self._silent_since_s = time.monotonic()
         self._lost, self._lost_state = reason, state
+        self._disconnected.notify()
         if is_new:
             self._notify(reason)
 

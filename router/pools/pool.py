@@ -2,12 +2,12 @@
 
 A `ServiceDiscovery` yields the addresses of a pool. The pool keeps one watched `UpstreamInstance` per address:
 
-address discovered ──▶ watched ──gone from the discovery──▶ leaving ──no call of this router is open there──▶ removed
+address discovered ──▶ watched ──gone from the discovery──▶ leaving ──no call is open here, no drain runs──▶ removed
                           ▲────────── discovered again ─────────┘
 
 An instance that leaves gets no new calls and is watched to its end: one that drains vanishes from the DNS long before
-its streams are over, and one that dies meanwhile must still be noticed. Two addresses of one process (IPv4 and IPv6)
-are one instance: the first that is ready represents it.
+its streams are over, those of other routers included, and one that dies meanwhile must still be noticed. Two addresses
+of one process (IPv4 and IPv6) are one instance: the first that is ready represents it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 Dial = Callable[[str], grpc.aio.Channel]
 
 _LINGER_S = 5.0
-"""How long the connection of a leaving instance outlives its last call: a release may still be on its way."""
+"""How long the connection of a leaving instance outlives its last call: a release may still be on its way, or the
+report that it drains."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,9 +123,11 @@ class Pool:
 
     async def _remove_when_idle(self, address: str) -> None:
         instance, _ = self._instances[address]
-        while not instance.calls.is_empty:
+        is_needed = True
+        while is_needed:
             await instance.calls.wait_until_empty()
-            await asyncio.sleep(_LINGER_S)
+            await instance.wait_lost(_LINGER_S)
+            is_needed = instance.is_draining or not instance.calls.is_empty
         del self._leaving[address]
         await self._remove(address)
 

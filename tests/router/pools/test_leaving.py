@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
 from router.app import RouterApp
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
@@ -139,6 +140,42 @@ async def test_an_instance_that_has_left_and_ended_is_not_reported_as_lost(
         await until(lambda: instance._lost is not None)
         assert instance.state == "leaving"
         assert (await asking).is_exactly(100)
+
+
+async def test_an_instance_that_drains_for_other_routers_stays_until_it_has_ended(
+    model: ServedModel, model_folder: Path
+) -> None:
+    """Its process still counts for the autoscaler's `max_instances`."""
+    decode = fakes("decode", Behaviour(), Behaviour())
+    async with routing(model, model_folder, decode) as (rig, _, decodes):
+        decode[0].behaviour.draining = True
+        [draining] = [one for one in rig.app.pools.decode.instances if one.address == decode[0].address]
+        await until(lambda: draining.state == "draining")
+        decodes.now(decode[1])
+        await until(lambda: draining.state == "leaving")
+        reported = draining.view()
+        assert reported is not None
+        await until(lambda: (now := draining.view()) and now.load.sequence > reported.load.sequence + 10)
+        assert draining in rig.app.pools.decode.processes
+        await decode[0].kill()
+        await until(lambda: len(rig.app.pools.decode.instances) == 1)
+
+
+async def test_the_connection_of_an_idle_instance_outlives_its_address_for_a_while(
+    model: ServedModel, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last call may have just ended, and the release that follows be on its way."""
+    monkeypatch.setattr("router.pools.pool._LINGER_S", 60.0)
+    decode = fakes("decode", Behaviour())
+    async with routing(model, model_folder, decode) as (rig, _, decodes):
+        assert (await rig.generate()).is_exactly(12)
+        [instance] = rig.app.pools.decode.instances
+        await until(lambda: instance.calls.is_empty)
+        decodes.now()
+        await until(lambda: instance.state == "leaving")
+        stub = instance_pb2_grpc.InstanceServiceStub(instance.channel)
+        answers = [await stub.GetInstanceInfo(instance_pb2.GetInstanceInfoRequest()) for _ in range(3)]
+        assert {answer.instance_id for answer in answers} == {"decode-0"}
 
 
 async def test_a_leaving_instance_that_dies_is_noticed(model: ServedModel, model_folder: Path) -> None:

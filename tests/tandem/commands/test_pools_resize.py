@@ -94,7 +94,10 @@ def until_line(stream: IO[str] | None, text: str) -> str:
     raise AssertionError(f"never printed {text!r}")
 
 
-def test_it_returns_when_the_pool_has_its_size_and_reports_every_change(background: Background) -> None:
+def test_it_returns_when_the_pool_has_its_size_and_reports_every_change(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.pools.pool._LINGER_S", 0.05)
     grown = background.pools("resize", "decode=3")
     assert grown.exit_code == 0, grown.output
     lines = grown.output.splitlines()
