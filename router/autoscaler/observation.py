@@ -70,7 +70,7 @@ class InstanceLoad:
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """One pool at one moment. All but role, time and size are meaningful only without a problem."""
+    """One pool at one moment. All but role, time, size and `num_ending` are meaningful only without a problem."""
 
     role: Role
     at_s: float
@@ -83,7 +83,7 @@ class PoolObservation:
     num_silent_routers: int = 0
     """Other routers whose queue and latencies are unknown."""
     num_ending: int = 0
-    """Processes beyond `size` that are still there."""
+    """Processes that drain or leave, and ready ones beyond `size`."""
     queue: QueueSample = EMPTY_QUEUE
     latency_s: float | None = None
     """TTFT (prefill) or ITL (decode) at `latency_quantile` of the recent requests; None: too few."""
@@ -115,6 +115,8 @@ def observe(
     stale_s: float,
 ) -> PoolObservation:
     """The observation that the samples make. Pure; never raises: an error becomes the observation's problem."""
+    num_ready = sum(sample.state == "ready" and sample.view is not None for sample in samples)
+    num_ending = sum(sample.state in ENDING for sample in samples) + max(num_ready - (size or 0), 0)
     try:
         _check_numbers("the router's queue", num_queued=queue.num_queued, delay_s=queue.delay_s)
         _check_numbers("the router's latencies", latency_s=latency_s)
@@ -126,9 +128,8 @@ def observe(
         warm_loads = tuple(load_of(role, sample, speed) for sample in warm)
         other_loads = tuple(load_of(role, sample, speed) for sample in others)
     except _InvalidReport as error:
-        return PoolObservation(role, at_s, size, problem=Problem("nonsense", str(error)))
+        return PoolObservation(role, at_s, size, num_ending=num_ending, problem=Problem("nonsense", str(error)))
     silent = [sample for sample in samples if _is_silent(sample, policy.start_timeout_s)]
-    num_ready = sum(sample.state == "ready" and sample.view is not None for sample in samples)
     return PoolObservation(
         role=role,
         at_s=at_s,
@@ -136,7 +137,7 @@ def observe(
         warm=warm_loads,
         others=other_loads,
         num_silent=len(silent),
-        num_ending=sum(sample.state in ENDING for sample in samples) + max(num_ready - (size or 0), 0),
+        num_ending=num_ending,
         queue=EMPTY_QUEUE if any(load.is_blocked for load in warm_loads) else queue,
         latency_s=latency_s,
         problem=_problem(samples, warm, silent, stale_s),

@@ -66,6 +66,13 @@ def test_what_is_to_go_and_has_not_begun_to_counts_as_ending() -> None:
     assert pool(instance("a"), instance("b"), instance("c"), size=1).num_ending == 2
 
 
+def test_instances_that_end_count_whatever_the_others_report() -> None:
+    observation = pool(instance("a", state="draining"), instance("b", num_waiting=-3), instance("c"), size=1)
+    assert observation.problem is not None
+    assert observation.problem.kind == "nonsense"
+    assert observation.num_ending == 2
+
+
 def test_a_second_address_of_a_process_is_no_second_process_that_is_to_go() -> None:
     assert pool(instance("a"), InstanceSample("a", "ready", 0.1, None), size=1).num_ending == 0
 
