@@ -41,6 +41,8 @@ LEFT = "its address has left the pool"
 """Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""
 _SILENT_STEPS = 5
 """An engine core is silent during a step; a step that takes as long as predicted is not a wedge."""
+_MOVE_INTERVAL_S = 0.25
+"""Between two requests to the calls to move: each looks for a place, and reports come up to 50 times a second."""
 _LATE_S = 0.1
 _GRACE_S = 0.25
 _RESOLUTION_S = 0.001
@@ -181,6 +183,7 @@ class UpstreamInstance:
         self._lost_state: State = "connecting"
         self._disconnected = Broadcast()
         self._is_leaving = False
+        self._move_again_s = -math.inf
         self._failure_detector = FailureDetector(
             self.settings.beat_timeout_s,
             self.settings.core_silence_timeout_s,
@@ -338,7 +341,8 @@ class UpstreamInstance:
         after = self.out
         if self._failure_detector.is_wedged:
             self.calls.instance_lost(after or "wedged")
-        if report.moving_out:
+        if report.moving_out and time.monotonic() >= self._move_again_s:
+            self._move_again_s = time.monotonic() + _MOVE_INTERVAL_S
             self.calls.instance_draining()
         if before != after:
             self._notify(after)

@@ -16,15 +16,19 @@ from protos.tandem.v1 import common_pb2, decode_pb2
 from router.dispatch.instance_call import DecodeCall
 from router.picking.plan import has_place, has_room
 from router.pools.in_flight import InFlightCalls
-from router.pools.instance import ExpectedInstance
+from router.pools.instance import ExpectedInstance, UpstreamInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.pools.settings import PoolSettings
+from router.pools.throughput import ThroughputEstimator
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.resilience.retry import CallFailed
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
+from tests.router.pools.test_in_flight import Call
 from tests.router.rig import Rig
+from tests.waiting import until
 
 TOKEN_S = 0.02
 
@@ -68,6 +72,23 @@ async def test_a_token_that_comes_after_the_decision_to_move_does_not_pin_the_st
         with pytest.raises(CallFailed) as raised:
             await call.next_tokens()
     assert (raised.value.kind, choice.num_emitted) == ("moved", 0)
+
+
+async def test_the_calls_are_asked_to_move_at_intervals_however_many_reports_come() -> None:
+    """Each of them looks for a place on the event loop."""
+    call, unused = Call(), cast("Any", None)
+    settings = PoolSettings()
+    instance = UpstreamInstance(
+        "a:1", ExpectedInstance("decode"), unused, settings, lambda: None, ThroughputEstimator()
+    )
+    instance.info = view_of(1, 0).info
+    instance.calls.add(call)
+    report = LoadReport("e", draining=True, moving_out=True)
+    for _ in range(1000):
+        assert instance._observe(report)
+    num_asked = len(call.notified)
+    assert 1 <= num_asked < 100
+    await until(lambda: instance._observe(report) and len(call.notified) > num_asked)
 
 
 def decodes(*behaviours: Behaviour) -> list[FakeInstance]:
