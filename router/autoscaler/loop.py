@@ -192,9 +192,11 @@ class Autoscaler:
         """The sizes; takes the lead, if possible. Raises ActuatorError, or TimeoutError after lead_ttl_s."""
         ttl_s = self.settings.lead_ttl_s
         async with asyncio.timeout(ttl_s):
-            asked_s, self._lead_until_s = self.clock(), -math.inf
-            if await self._actuator.take_lead(self.holder, ttl_s):
-                self._lead_until_s = asked_s + ttl_s
+            asked_s, is_leader = self.clock(), False
+            try:
+                is_leader = await self._actuator.take_lead(self.holder, ttl_s)
+            finally:
+                self._lead_until_s = asked_s + ttl_s if is_leader else -math.inf
             return await self._actuator.sizes()
 
     def _decisions(self, observations: Mapping[Role, PoolObservation]) -> tuple[ScaleDecision, ScaleDecision]:

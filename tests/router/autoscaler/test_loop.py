@@ -287,6 +287,26 @@ def test_of_two_routers_one_leads_and_the_other_takes_over_when_it_dies() -> Non
     run_loop(two, steps((3, 2.5), (math.inf, 0.2)), size=1)
 
 
+def test_a_router_leads_while_it_renews_its_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def renewing(owner: Owner, simulation: Simulation) -> None:
+        led: list[bool] = []
+        take_lead = owner.take_lead
+
+        async def slowly(holder: str, ttl_s: float) -> bool:
+            await asyncio.sleep(1.0)
+            led.append(loop.leads)
+            return await take_lead(holder, ttl_s)
+
+        monkeypatch.setattr(owner, "take_lead", slowly)
+        loop = autoscaler(owner, simulation, SETTINGS)
+        running = asyncio.create_task(loop.run())
+        await asyncio.sleep(4 * INTERVAL_S)
+        assert led == [False, True, True, True]
+        running.cancel()
+
+    run_loop(renewing)
+
+
 def test_a_router_that_was_held_up_longer_than_its_lead_resizes_nothing() -> None:
     async def held_up(owner: Owner, simulation: Simulation) -> None:
         steps_taken = 0
