@@ -128,7 +128,7 @@ class FailureDetector:
 
     @property
     def report_age_s(self) -> float:
-        """Seconds since the last report; infinite before the first."""
+        """Seconds since the last report, or since this connection began to be watched; infinite before that."""
         return time.monotonic() - self._last_report_s
 
     @property

@@ -200,7 +200,8 @@ class Pools:
         return next((identity for identity in identities if identity.fingerprint == fingerprint), None)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Returns when an instance was added, was removed or has changed its state, or after `timeout_s`."""
+        """Returns when an instance has changed its state, or after `timeout_s`. The coming and going of an
+        address alone is no change."""
         await self._changed.wait(timeout_s)
 
     def _on_change(self) -> None:
