@@ -242,10 +242,17 @@ class InstanceServer:
         """Stops the instance without losing anything; False if something was cut off when the grace was over."""
         server = self.settings.server
         times_s = {"accept_s": server.drain_accept_s, "grace_s": self._grace_s, "move_s": server.drain_move_s}
+        limiting = asyncio.create_task(self._limit_drain())
         try:
             return await self._drain.drain(self.reporter.publish, **times_s)
         finally:
+            limiting.cancel()
             await self.stop()
+
+    async def _limit_drain(self) -> None:
+        """After a signal a supervisor waits for this instance's own grace, whatever a call has asked for before."""
+        await self._signals.signalled.wait()
+        self._drain.limit(self.settings.server.drain_accept_s + self.settings.server.drain_grace_s)
 
     async def stop(self) -> bool:
         """Stops everything now: streams are answered UNAVAILABLE, the core ends, the port closes last. Idempotent.

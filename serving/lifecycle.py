@@ -5,9 +5,9 @@ environment and file descriptor; each child first calls `bind_to_parent()`. Two 
 kernel's death signal (Linux; it also ends a child whose interpreter hangs, but fires when the *thread* that started the
 child ends, so only for the main thread), and a pipe whose write end only the parent holds (everywhere, any thread).
 
-**Stops on signals.** The first SIGTERM or SIGINT drains, or leaves a drain that has begun as it is; the second stops
-now. The exit status of a stopped process says whether that cut off any work, not how often it was signalled: a second
-signal to an idle process cuts off nothing.
+**Stops on signals.** The first SIGTERM or SIGINT drains, or limits a drain that a call has begun; the second stops now.
+The exit status of a stopped process says whether that cut off any work, not how often it was signalled: a second signal
+to an idle process cuts off nothing.
 """
 
 from __future__ import annotations
@@ -116,18 +116,19 @@ def announce_ready(line: str, ready_file: Path | None) -> None:
 
 
 class StopSignals:
-    """Set by signals: `drain` by the first, `now` by the second. A call may set `drain` as well, and is no signal."""
+    """Set by signals: `drain` and `signalled` by the first, `now` by the second. A call may set `drain` as well, and is
+    no signal."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
-        self._is_signalled = False
+        self.signalled = asyncio.Event()
 
     def request_stop(self) -> None:
         self.drain.set()
-        if self._is_signalled:
+        if self.signalled.is_set():
             self.now.set()
-        self._is_signalled = True
+        self.signalled.set()
 
 
 @contextmanager

@@ -197,6 +197,21 @@ async def test_a_second_signal_to_an_idle_instance_is_no_loss(folder: Path) -> N
         assert await within(ending) == EXIT_STOPPED
 
 
+async def test_a_signal_limits_a_drain_that_a_call_has_begun_to_the_instance_s_own_grace(folder: Path) -> None:
+    """Who sends it kills the process after that."""
+    server = {"drain_grace_s": 0.5, "drain_move_s": 0.1}
+    async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
+        call = await decoding(rig)
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
+        await rig.instance.Drain(instance_pb2.DrainRequest(grace_s=3600.0))
+        await until(lambda: rig.server.grpc_server.calls.draining)
+        assert not rig.server.reporter.latest.moving_out
+        rig.signals.request_stop()
+        await until(lambda: rig.server.reporter.latest.moving_out)
+        assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+        assert await within(ending) == EXIT_CUT_OFF
+
+
 async def test_a_drain_asked_for_by_a_call_takes_the_grace_of_the_call(folder: Path) -> None:
     async with running(folder, DECODE, server={"drain_grace_s": 60.0}) as rig:
         call = await decoding(rig)
