@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import math
 import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import termios
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import h11
@@ -36,7 +39,7 @@ from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
 _STOP_S = 1
 _MIN_READ_BYTES = 16 << 10
-"""A client that reads so much within write_timeout_s, or all that is left, is slow and not deaf."""
+"""A client that takes so much within write_timeout_s, or all that is left, is slow and not deaf."""
 _ACCEPT_AGAIN_S = 0.1  # when there is no free descriptor
 _log = logging.getLogger(__name__)
 
@@ -140,6 +143,10 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        layer = getattr(transport, "_ssl_protocol", None)  # asyncio has no public way to what is below TLS
+        self._tcp: asyncio.Transport = transport if layer is None else layer._transport
+        self._num_in_tls: Callable[[], int] = (lambda: 0) if layer is None else layer._get_write_buffer_size
+        self._watch_client()
         tls = self.config.tls
         is_admitted = tls is None or tls.admits(transport.get_extra_info("peercert"))
         if len(self.connections) > self.config.settings.max_connections or not is_admitted:
@@ -187,23 +194,36 @@ class _Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_write()
+        self._watch_client()
 
-    def _watch_write(self) -> None:
-        num_left = self.transport.get_write_buffer_size()
+    def on_response_complete(self) -> None:
+        self._watch_client()
+        super().on_response_complete()
+
+    def _watch_client(self) -> None:
+        """Aborts the connection of a client that reads too little in write_timeout_s, or does not end TLS after it has
+        read all. Begins anew, and wherever a response pauses or ends: then nothing is written until the next check."""
+        self._stop_timer("write")
+        num_before = self._num_unread()
 
         def check() -> None:
-            del self._timers["write"]
-            if num_left - self.transport.get_write_buffer_size() < _MIN_READ_BYTES:
-                self.transport.abort()
+            num_left, is_closing = self._num_unread(), self.transport.is_closing()
+            is_deaf = num_before - num_left < _MIN_READ_BYTES if num_left else is_closing and not num_before
+            has_ended = self.cycle is None or self.cycle.response_complete
+            if is_deaf and (has_ended or is_closing or self.flow.write_paused):
+                self._tcp.abort()
             else:
-                self._watch_write()
+                self._watch_client()
 
         self._timers["write"] = asyncio.get_running_loop().call_later(self.config.write_timeout_s, check)
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_timer("write")
+    def _num_unread(self) -> int:
+        """Bytes that the client has not received: in the buffers of TLS, asyncio and, where it says so, the kernel."""
+        num_bytes = self._num_in_tls() + self._tcp.get_write_buffer_size()
+        with contextlib.suppress(OSError, ValueError):  # another kernel, or a socket that is just closed
+            in_kernel = fcntl.ioctl(self._tcp.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(in_kernel, sys.byteorder)
+        return num_bytes
 
     def connection_lost(self, exc: Exception | None) -> None:
         for name in list(self._timers):
@@ -257,7 +277,11 @@ class _Server(uvicorn.Server):
         timeout_s = min(HANDSHAKE_TIMEOUT_S, self.config.settings.read_timeout_s)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._new_connection, connection, ssl=self.config.ssl, ssl_handshake_timeout=timeout_s
+                self._new_connection,
+                connection,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=math.inf,  # _watch_client ends it
             )
         except OSError as error:
             _log.debug("a TLS handshake failed: %s", error)
