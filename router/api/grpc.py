@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from protos.tandem.v1 import generation_pb2
 from router.admission.controller import AdmissionController
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.handler import AbortRegistry, RequestHandler
+from router.dispatch.handler import AbortRegistry, RequestHandler, Siblings
 from router.metrics import RouterMetrics
 from router.pools.pool import Pools
 from router.request.caller import Callers
@@ -45,10 +45,10 @@ class GenerationService:
         finally:
             context.set_trailing_metadata(handler.trace.trailers())
 
-    def handler(self) -> RequestHandler:
-        """For a request that has just been received, in any protocol."""
+    def handler(self, siblings: Siblings | None = None) -> RequestHandler:
+        """For a request that has just been received, in any protocol; `siblings`: others of the same response."""
         parts = (self.admission, self.dispatcher, self.abort_registry, self.metrics, self.callers)
-        return RequestHandler(self.model, self.limits, *parts)
+        return RequestHandler(self.model, self.limits, *parts, siblings or Siblings())
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         if len(request.request_ids) > _MAX_ABORTS:

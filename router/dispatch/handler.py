@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -168,6 +169,34 @@ class ResponseWriter:
             self._scope.reschedule(asyncio.get_running_loop().time() + delay_s)
 
 
+class Siblings:
+    """The calls that make one response together. One that is rejected while others run waits until one of those ends:
+    they have the room, and the client would meet the same again. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._ended = asyncio.Condition()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Inside, a call runs."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            async with self._ended:
+                self._ended.notify(1 if self._num_running else sys.maxsize)
+
+    async def one_ended(self) -> bool:
+        """Returns when one has ended, to one of those that wait and at the last end to all; False if none runs."""
+        await asyncio.sleep(0)  # one that was just admitted runs from its task's next step on
+        if not self._num_running:
+            return False
+        async with self._ended:
+            return await self._ended.wait()
+
+
 @dataclass(eq=False)
 class RequestHandler:
     """One request and its outcome. Owned by the call's task, which calls `handle` once."""
@@ -179,6 +208,7 @@ class RequestHandler:
     abort_registry: AbortRegistry
     metrics: RouterMetrics
     callers: Callers
+    siblings: Siblings = field(default_factory=Siblings)
 
     def __post_init__(self) -> None:
         self.trace = RequestTrace(self.metrics)
@@ -263,11 +293,18 @@ class RequestHandler:
 
     async def _generate(self, request: GenerationRequest, writer: ResponseWriter) -> None:
         """The request's work, once it is admitted. A request that waits for admission can be aborted too."""
-        async with self.admission.admit(request) as ticket:
-            self.trace.admitted()
-            writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
-            ticket.num_emitted = lambda: self._num_generated
-            await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
+        admitted = False
+        while not admitted:
+            try:
+                async with self.admission.admit(request) as ticket, self.siblings.running():
+                    admitted = True
+                    self.trace.admitted()
+                    writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
+                    ticket.num_emitted = lambda: self._num_generated
+                    await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
+            except Overloaded as error:
+                if admitted or error.retry_after_s is None or not await self.siblings.one_ended():
+                    raise
 
     @property
     def prompt(self) -> tuple[int, ...]:

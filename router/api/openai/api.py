@@ -46,7 +46,7 @@ from router.api.openai.responses_api import ResponsesBuilder, ResponsesExchange,
 from router.api.openai.strict_model import StrictModel
 from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
-from router.dispatch.handler import RequestHandler
+from router.dispatch.handler import RequestHandler, Siblings
 from router.request.chat import Tools
 from router.request.validation import check_model, prompt_ids, service_errors, unknown_model
 from serving.errors import Unavailable
@@ -261,11 +261,11 @@ class OpenAIApi:
         self, exchange: Exchange, builder: Builder, requests: list[generation_pb2.GenerateRequest]
     ) -> list[RequestHandler]:
         """Concurrently; one that fails ends the others."""
-
         calls: list[RequestHandler] = []
+        siblings = Siblings()
 
         async def answer(index: int, request: generation_pb2.GenerateRequest) -> None:
-            call = self.service.handler()  # made in the task of its own, whose current span is its own
+            call = self.service.handler(siblings)  # made in the task of its own, whose current span is its own
             calls.append(call)
             sink = functools.partial(builder.add, index, call)
             await call.handle(request, sink, metadata=exchange.metadata, remaining_s=exchange.remaining_s())

@@ -1,7 +1,7 @@
 """The HTTP port: uvicorn on the router's event loop, with a limit on every wait for a client.
 
     accepted ─TLS handshake─▶ waiting for headers ─complete─▶ a request ─answered─▶ kept alive ─▶ …
-       │          └─ 5 s ─▶ closed   └─read_timeout_s─▶ closed   └─ nothing is read for write_timeout_s ─▶ closed
+       │          └─ 5 s ─▶ closed   └─read_timeout_s─▶ closed   └─ too little is read in write_timeout_s ─▶ closed
        └─ more than max_connections, handshakes included ─▶ closed at once
 
 uvicorn waits for ever for headers that do not come and for a client that does not read, and for a minute for a TLS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import openai
 import pytest
 
@@ -14,6 +17,7 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT
+from tests.waiting import until
 
 
 async def test_a_completion_has_the_tokens_of_the_grpc_answer(run_http: RunHttp) -> None:
@@ -232,3 +236,32 @@ async def test_a_null_means_not_given(run_http: RunHttp) -> None:
         response = await http.post(prompt=SHORT, max_tokens=None, stop=None, tools=None, nonsense=None, seed=None)
         assert response.status_code == 200
         assert response.json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("limits", [{"queue_timeout_s": 0.1}, {"max_queued": 0}], ids=str)
+async def test_prompts_that_find_no_room_beside_each_other_take_turns(
+    run_http: RunHttp, limits: dict[str, Any]
+) -> None:
+    permits = asyncio.Semaphore(0)
+    decode = FakeInstance("decode", behaviour=Behaviour(permits=permits))
+    async with run_http(prefill=0, decode=[decode], admission={"max_requests": 1, **limits}) as http:
+        asking = asyncio.create_task(http.post(prompt=[SHORT, PROMPT, SHORT, PROMPT], max_tokens=2))
+        await until(lambda: http.rig.app.admission.num_rejected.total() >= 3 or asking.done())
+        for _ in range(8):
+            permits.release()
+        answer = (await asking).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3], answer
+        assert answer["usage"]["completion_tokens"] == 8
+
+
+async def test_prompts_that_other_requests_leave_no_room_are_a_429(run_http: RunHttp) -> None:
+    permits = asyncio.Semaphore(0)
+    decode = FakeInstance("decode", behaviour=Behaviour(permits=permits))
+    limits = {"max_requests": 1, "queue_timeout_s": 0.1}
+    async with run_http(prefill=0, decode=[decode], admission=limits) as http:
+        running = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2))
+        await decode.until("decode")
+        assert (await http.post(prompt=[SHORT, PROMPT], max_tokens=2)).status_code == 429
+        permits.release()
+        permits.release()
+        assert (await running).status_code == 200
