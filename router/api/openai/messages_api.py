@@ -169,6 +169,13 @@ class MessagesRequest(CountTokensRequest):
     top_k: Int64 | None = None
     stop_sequences: list[str] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _check_last(self) -> Self:
+        if self.messages[-1].role == "assistant":
+            problem = "the last one is of role assistant: continuing it is not supported"
+            raise invalid_argument("messages", problem, "a user's message as the last one")
+        return self
+
     def chat(self) -> dict[str, Any]:
         sampling = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         return {**super().chat(), **sampling, "stop": self.stop_sequences}

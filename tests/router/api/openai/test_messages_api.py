@@ -195,6 +195,10 @@ async def test_a_key_is_a_token(run_http: RunHttp, tmp_path: Path) -> None:
         ({"system": [{"type": "refusal", "refusal": "no"}]}, "system: content[0] is of type 'refusal'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: 'image'"),
         ({"system": "s", "messages": [RESULT_5]}, "messages[0].content[0].content: 5 is not a string"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "It is"}]},
+            "messages: the last one is of role assistant",
+        ),
         ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: 'g' is not in tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: belongs to type tool"),
         ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice: requires a call, but there are no tools"),
