@@ -13,7 +13,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Literal, get_args
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from engine.generation_config import GenerationDefaults
 from protos.tandem.v1 import common_pb2, generation_pb2
 from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
 from router.api.grpc import GenerationService
@@ -57,6 +58,8 @@ class VllmEngineService:
         self._last_received = time.time()
         message = generate_request(request)  # first: a handler counts its request from the beginning to the end
         handler = self.service.handler()
+        defaults = GenerationDefaults(eos_token_ids=handler.model.defaults.eos_token_ids)
+        handler.model = replace(handler.model, defaults=defaults)
         answer = _Answer(handler, request.sampling_params, writer if request.stream else None)
         try:
             await handler.handle(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -124,6 +126,8 @@ async def test_a_text_prompt_and_prompt_logprobs(run: Run) -> None:
 
 async def test_absent_fields_take_vllms_defaults(run: Run) -> None:
     async with run() as rig:
+        own = msgspec.structs.replace(rig.app.service.model.defaults, max_tokens=7, temperature=0.5, min_p=0.1)
+        rig.app.service.model = dataclasses.replace(rig.app.service.model, defaults=own)
         await anext(aiter(stub(rig).Generate(vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=SHORT)))))
         sampling = rig.decode[0].recorded("decode")[0].detail.request.sampling
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (1.0, 1.0, 0, 1.0)
