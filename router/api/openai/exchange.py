@@ -237,7 +237,8 @@ class Exchange(Response):
             await self.send_failure(body)
             return
         status_code, headers = status_of(error), headers_of(error)
-        if status_code in (status.HTTP_408_REQUEST_TIMEOUT, status.HTTP_413_CONTENT_TOO_LARGE):
+        unread = (status.HTTP_408_REQUEST_TIMEOUT, status.HTTP_413_CONTENT_TOO_LARGE)
+        if isinstance(error, HttpError) and status_code in unread:
             headers["connection"] = "close"  # the rest of the body is not read
         await self.send_json(body, headers, status_code)
 

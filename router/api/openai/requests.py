@@ -74,8 +74,8 @@ class StreamOptions(StrictModel):
 class JsonSchemaFormat(StrictModel):
     """`response_format.json_schema`. `strict` changes nothing: every schema is followed, or rejected."""
 
-    name: str = ""
-    description: str = ""
+    name: str | None = None
+    description: str | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 

@@ -67,6 +67,7 @@ async def test_the_longest_deadline_ends_an_answer(run_http: RunHttp) -> None:
         response = await http.post(**GOOD | {"max_tokens": 400})
         assert response.status_code == 408
         assert response.headers["x-should-retry"] == "false"
+        assert "connection" not in response.headers, "the body was read, and the connection may be kept"
         await http.rig.until_idle()
 
 

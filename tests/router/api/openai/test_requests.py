@@ -63,6 +63,15 @@ CONSTRAINTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
         {"json_schema": json.dumps(SCHEMA)},
     ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": None, "description": None, "schema": SCHEMA},
+            }
+        },
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
     ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
     ({"structured_outputs": {"json": "{}"}}, {"json_schema": "{}"}),
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
