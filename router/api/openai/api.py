@@ -1,6 +1,7 @@
 """The HTTP endpoints.
 
-    POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /tokenize, /detokenize
+    POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
+    POST /tokenize, /detokenize
     GET  /v1/models, /v1/models/{name}, /health, /metrics, /version, /openapi.json, /
 
 A request is one call of the router (router/dispatch/handler.py) for each of its prompts: validated, admitted, counted
