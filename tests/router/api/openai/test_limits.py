@@ -192,28 +192,6 @@ async def test_connections_beyond_the_limit_are_closed_at_once(run_http: RunHttp
         await still_serves(http)
 
 
-async def test_a_client_that_reads_slowly_gets_all(run_http: RunHttp) -> None:
-    decode = FakeInstance("decode", max_model_len=700_000)
-    async with run_http(prefill=0, decode=[decode], server={"write_timeout_s": 3.0}) as http:
-        # Four echoes that take 14 MB of JSON: more than the sockets take.
-        body = json.dumps({"prompt": "\x01" * 600_000, "echo": True, "n": 4, "max_tokens": 1}).encode()
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(slow, http.host_and_port)
-        reader, writer = await asyncio.open_connection(sock=slow, limit=1 << 16)
-        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = re.search(rb"content-length: (\d+)", head)
-        assert length is not None
-        num_left = int(length[1])
-        for _ in range(25):
-            num_left -= len(await reader.readexactly(int(length[1]) // 25))
-            await asyncio.sleep(0.2)
-        await reader.readexactly(num_left)
-        writer.close()
-
-
 async def test_a_client_that_does_not_read_is_dropped(run_http: RunHttp) -> None:
     decode = FakeInstance("decode", max_model_len=300_000)
     # The flood keeps this loop busy: no instance may be taken for dead.
