@@ -6,8 +6,9 @@
                     └─ no room, KV or seed in time: an error;  KV given up: submitted anew, to be computed
     every 250 ms: is vLLM paused? ─answered between two steps▶ the load is reported
 
-So the host is silent while vLLM computes a step, as the built-in core is, and for ever when vLLM hangs. When one of
-vLLM's processes ends, this one does: its instance's streams are resumed elsewhere, and its supervisor starts it anew.
+While vLLM computes a step, the host sends only reports that are not `answered`, as the built-in core does; when vLLM
+hangs it sends no others. When one of vLLM's processes ends, this one does: its instance's streams are resumed
+elsewhere, and its supervisor starts it anew.
 """
 
 from __future__ import annotations
@@ -162,6 +163,8 @@ class Host:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._running: dict[str, _Running] = {}
         self._events: list[Event] = []
+        self._answered = False
+        """Whether vLLM has answered since the last report."""
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: CoreMessage) -> None:
@@ -207,6 +210,7 @@ class Host:
     async def _report_until_cancelled(self) -> None:
         while True:
             await self._engine.is_paused()
+            self._answered = True
             self._flush()
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -281,6 +285,7 @@ class Host:
                 event = tokens_event(
                     request, output, is_first=not running.has_token, max_model_len=self._info.max_model_len
                 )
+                self._answered = True
                 self._emit(event if running.load is None else _with_origin(event, running))
                 running.has_token = True
         return None
@@ -379,7 +384,8 @@ class Host:
 
     def _flush(self) -> None:
         events, self._events = self._events, []
-        self.send(Outputs(events, self._meter.load(self._count_requests(), self._link.load)))
+        answered, self._answered = self._answered, False
+        self.send(Outputs(events, self._meter.load(self._count_requests(), self._link.load), answered))
 
     def _count_requests(self) -> RequestCounts:
         counts = RequestCounts(num_unfinished=len(self._running))

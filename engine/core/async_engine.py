@@ -117,8 +117,8 @@ class AsyncEngine:
 
     @property
     def core_silence_s(self) -> float:
-        """Seconds since the core's last message, without pauses of this process: they may have been the core's, too. It
-        sends one every 250 ms, and during a step only what happens."""
+        """Seconds since the core's last message between two steps, of which it sends one every 250 ms; without pauses of
+        this process: they may have been the core's, too."""
         now_s = time.monotonic()
         return now_s - self._silent_since_s(now_s)
 
@@ -177,8 +177,9 @@ class AsyncEngine:
     async def _receive(self) -> None:
         while True:
             message = await self._link.receive()
-            self._last_message_s = time.monotonic()
             if isinstance(message, Outputs):
+                if message.answered:
+                    self._last_message_s = time.monotonic()
                 self.load = message.load
                 self._load_changed.set()
                 for event in message.events:

@@ -92,7 +92,7 @@ def run_core(core: EngineCore, mailbox: Mailbox) -> None:
                     else:
                         deferred.append(command)
                 core.poll_connector()
-                reporter.report()
+                reporter.report(answered=False)
             computed.result()
             core.finish_step()
             reporter.report(heartbeat=True)
@@ -104,13 +104,13 @@ class _Reporter:
         self._mailbox = mailbox
         self.last_s = 0.0
 
-    def report(self, *, heartbeat: bool = False, force: bool = False) -> None:
+    def report(self, *, heartbeat: bool = False, force: bool = False, answered: bool = True) -> None:
         """Send new events with the load; without events send the load if `force`, or if `heartbeat` and the last report
-        is 250 ms old."""
+        is 250 ms old. What is sent during a step is not `answered`: a hung model is detected by its core's silence."""
         events = self._core.take_events()
         now = time.monotonic()
         if events or force or (heartbeat and now - self.last_s >= HEARTBEAT_S):
-            self._mailbox.send(Outputs(events, self._core.load))
+            self._mailbox.send(Outputs(events, self._core.load, answered))
             self.last_s = now
 
 

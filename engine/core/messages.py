@@ -296,6 +296,8 @@ RequestOutput = TokensEvent | ReservedEvent | LoadedEvent
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     events: list[Event]
     load: EngineLoad
+    answered: bool = True
+    """False: sent while the model computes, so it does not say that the model is alive."""
 
 
 CoreMessage = EngineInfo | Outputs

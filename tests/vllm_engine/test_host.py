@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 import threading
@@ -12,9 +13,10 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.core.messages import EngineLoad, EngineRequest
+from engine.core.messages import CoreMessage, EngineLoad, EngineRequest, Outputs, TransferEvent
 from engine.sampling.constraints import Constraint
 from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.params import SamplingParams
@@ -127,3 +129,24 @@ async def test_an_abort_cancels_no_other_request_s_constraint(module: Any, monke
     finally:
         release.set()
         grammars.shutdown()
+
+
+async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None:
+    sent: list[Any] = []
+    moved, steps, reports = TransferEvent("t1", 1), asyncio.Queue[None](), asyncio.Queue[Any]()
+    socket = SimpleNamespace(
+        send=lambda data: sent.append(msgspec.msgpack.decode(data, type=CoreMessage)), recv=asyncio.Event().wait
+    )
+    link = SimpleNamespace(load=None, send=lambda _: None, receive=reports.get)
+    meter = SimpleNamespace(idle=lambda: None, load=lambda *_: EngineLoad())
+    vllm = SimpleNamespace(is_paused=steps.get)
+    host = module.Host(vllm, socket, meter, SimpleNamespace(), None, link=link, info=INFO)
+    serving = asyncio.create_task(host.serve())
+    try:
+        reports.put_nowait(SimpleNamespace(events=[moved], given_up=[]))
+        await until(lambda: Outputs([moved], EngineLoad(), answered=False) in sent)
+        assert not any(report.answered for report in sent)
+        steps.put_nowait(None)  # a step has ended
+        await until(lambda: Outputs([], EngineLoad()) in sent)
+    finally:
+        serving.cancel()

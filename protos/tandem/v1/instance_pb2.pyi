@@ -287,7 +287,7 @@ class WatchLoadResponse(_message.Message):
     num_steps: _builtins.int
     """Steps computed since the start: does not rise when the engine hangs."""
     core_silence_s: _builtins.float
-    """Seconds since the last message of the engine core, without pauses of the process that reports."""
+    """Seconds since the engine core's last message between two steps, without pauses of the process that reports."""
     step_s: _builtins.float
     """Predicted duration of the current step, or else of the last one, seconds."""
     draining: _builtins.bool

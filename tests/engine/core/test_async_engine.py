@@ -19,11 +19,21 @@ import pytest_asyncio
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.async_engine import AsyncEngine
-from engine.core.messages import STEP_TOKENS, CoreMessage, EngineRequest, HoldKV, Outputs, TokensEvent
+from engine.core.messages import (
+    STEP_TOKENS,
+    CoreMessage,
+    EngineRequest,
+    HoldKV,
+    LeaseCommand,
+    Outputs,
+    TokensEvent,
+    TransferEvent,
+)
 from engine.errors import EngineDeadError, InvalidRequest
 from engine.sampling.params import SamplingParams
 from kv_transfer.secret import ensure_secret
 from tests.builders import lively_checkpoint
+from tests.engine_under_test import PATIENCE
 from tests.waiting import until
 
 BLOCK_SIZE = 16
@@ -178,6 +188,46 @@ async def test_what_a_connector_moved_comes_up_from_the_core(engine: AsyncEngine
     report = Outputs([], engine.load)  # as it comes from a core in a process of its own
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=CoreMessage) == report
     assert engine.load.num_transfers == 1
+
+
+@on_module_loop
+async def test_a_connector_s_events_during_a_step_end_no_silence(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_secret(tmp_path / "secret")
+    store = KVConnectorConfig(
+        class_path="kv_transfer.stores.files:SharedStorageConnector",
+        options={"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")},
+    )
+    parked, go = tmp_path / "parked", tmp_path / "parked.engine.step.go"
+    monkeypatch.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
+    monkeypatch.setenv("TANDEM_FAILPOINTS", "engine.step=park@2")
+    monkeypatch.setenv("TANDEM_FAILPOINT_FILE", str(parked))
+    engine = await AsyncEngine.start(msgspec.structs.replace(config, kv_connector=store))
+    ended: list[tuple[str, float]] = []
+
+    def on_transfer_event(event: TransferEvent) -> None:
+        if event.ended is not None:
+            ended.append((event.ended, engine.core_silence_s))
+
+    engine.on_transfer_event = on_transfer_event
+    held = msgspec.structs.replace(
+        make_request("held", [5] * 40), hold_kv=HoldKV(transfer_id="t1", lease_s=PATIENCE * 60)
+    )
+    try:
+        await collect(engine, held)
+        hung = asyncio.create_task(collect(engine, make_request("hung", [7] * 9)))
+        await until(parked.exists)
+        await until(lambda: engine.core_silence_s > 0.4)
+        engine.send(LeaseCommand("t1", "release"))
+        await until(lambda: ended)
+        assert ended[0][0] == "released"
+        assert ended[0][1] > 0.4
+        go.touch()
+        assert len(await hung) == 8
+    finally:
+        go.touch()
+        await engine.shutdown()
 
 
 @on_module_loop
