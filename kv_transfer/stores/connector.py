@@ -125,12 +125,13 @@ class StoreConnector(TransferConnector):
     # Inside
 
     def _submit(self, op: SaveOp | LoadOp) -> None:
-        """Threads that hang in a store do not report it: operations that would only queue behind them fail here."""
+        """Threads that hang in a store do not report it: operations that would only queue behind them fail here. One
+        thread that does not hang tries the store again."""
         now = self._clock()
         self._num_ops[op.owner] += 1
         oldest = next(iter(self._submitted.values()), now)
         is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
-        if is_any_open and now - max(oldest, self._ended_at) > self._options.breaker_retry_s:
+        if is_any_open and self._threads.are_busy and now - max(oldest, self._ended_at) > self._options.breaker_retry_s:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now

@@ -148,7 +148,13 @@ class IOThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
+        self._busy: set[int] = set()
         self._threads = [start_thread(self._run, f"{name}-{index}") for index in range(num_threads)]
+
+    @property
+    def are_busy(self) -> bool:
+        """Every thread runs a job."""
+        return len(self._busy) == len(self._threads)
 
     def submit(self, job: Job, *, is_urgent: bool = False) -> None:
         self._jobs.put((0 if is_urgent else 1, next(self._numbers), job))
@@ -163,7 +169,9 @@ class IOThreads:
 
     def _run(self) -> None:
         while (job := self._jobs.get()[2]) is not None:
+            self._busy.add(threading.get_ident())
             job()
+            self._busy.discard(threading.get_ident())
 
 
 SKIPPED = "skipped"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -10,6 +14,7 @@ from engine import failpoints
 from engine.core.messages import KVProgress
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request
+from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey, PageNaming
 from kv_transfer.transfer.loader import Loader
 from tests.kv_transfer.harness import (
@@ -28,6 +33,7 @@ from tests.kv_transfer.harness import (
     writer_of,
 )
 from tests.kv_transfer.memory_store import MemoryStore
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -198,6 +204,45 @@ def test_store_that_hangs_is_not_used_and_delays_no_other_request(store: MemoryS
     assert decode.ended == "failed"
     assert decode.connector.counters.saved.failures["store_down"] >= 1
     gated.gate.set()
+
+
+class _HangsOnce(BrokenStore):
+    """A broken store whose first read never ends."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        if self.num_calls == 0:
+            self.num_calls = 1
+            assert self._gate.wait(60.0)
+        return super().get_into(key, buffers, check)
+
+
+def test_store_is_tried_again_while_one_of_two_threads_hangs() -> None:
+    gate, now = threading.Event(), 1000.0
+    store = _HangsOnce(gate)
+    limits: dict[str, Any] = {"load_timeout_s": 1000.0, "breaker_failures": 2, "breaker_retry_s": 0.01}
+    core = Core(store, num_blocks=4096, clock=lambda: now, **limits)
+    hanging = make_request(PROMPT, request_id="hangs")
+    core.connector.update_state_after_alloc(hanging, core.allocate(hanging), 0)
+    core.wait(lambda: store.num_calls == 1)
+    for number in range(2):
+        seek(core, make_request(PROMPT, request_id=f"fails-{number}"))
+    assert core.connector._io.load_breaker.is_open
+    # STEP for a while no operation ends, then the store works again
+    now += 5.0
+    store.broken = False
+    Core(store).prefill(writer_of())
+    numbers = itertools.count()
+
+    def is_found() -> bool:
+        request = make_request(PROMPT, request_id=f"again-{next(numbers)}")
+        return seek(core, request).num_verified_tokens == NUM_FULL * BLOCK_SIZE
+
+    wait_until(is_found, "the store is not read any more", within_s=20.0)
+    gate.set()
 
 
 def test_failpoints_stand_on_the_way(store: MemoryStore) -> None:
