@@ -107,7 +107,9 @@ class InstanceServer:
             instance_epoch=self.instance_epoch,
             send_command=engine.send,
             settings=transfer_server.TransferServerSettings(
-                lease_s=transfer.lease_s, attach_wait_s=transfer.reservation_s
+                lease_s=transfer.lease_s,
+                attach_wait_s=transfer.reservation_s,
+                max_attached=max(1024, 2 * settings.instance.max_requests),  # one may still read what has ended here
             ),
         )
         engine.on_transfer_event = self.transfer_server.on_event

@@ -205,6 +205,14 @@ async def test_a_full_house_refuses_at_once_and_says_when_to_come_back(folder: P
         call.cancel()
 
 
+async def test_the_reader_of_each_allowed_request_may_attach(folder: Path) -> None:
+    async with running(folder, ROLE, instance=InstanceSection(max_requests=3000)) as rig:
+        rig.server.transfer_server.num_attached = 3000  # of the requests before
+        call = rig.transfer.Attach()
+        await call.write(kv_transfer_pb2.AttachRequest())
+        assert (await refusal(call)).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "ready address=127.0.0.1:1 instance=prefill-1\n"  # the local stack reads real ones
     announce_ready(line, tmp_path / "ready")
