@@ -16,7 +16,7 @@ prefill or decode phase.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig
 from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, StepCost, TokensEvent
@@ -114,13 +114,13 @@ class Scheduler:
             return
         request.loaded = True
         request.num_computed_tokens = result.num_verified_tokens
+        self.kv.publish(request)
+        if result.retained_id is not None:
+            result = self._retain(request, result, result.retained_id)
         if request.spec.remote_kv is not None or request.is_untouched:  # else its prompt has been counted
             request.num_external_tokens = result.num_external_tokens
         self.counters.num_external_tokens += result.num_external_tokens
         self.counters.num_recomputed_blocks += result.num_recomputed_blocks
-        self.kv.publish(request)
-        if result.retained_id is not None:
-            self._retain(request, result.retained_id)
         if request.spec.remote_kv is not None:
             request.num_recomputed_tokens = request.num_initial_tokens - result.num_verified_tokens
             self._events.append(
@@ -305,8 +305,7 @@ class Scheduler:
 
     def _queue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING
-        remote_kv = request.spec.remote_kv
-        request.deadline = None if remote_kv is None else now + remote_kv.reservation_s
+        request.deadline = now + remote_kv.reservation_s if (remote_kv := request.spec.remote_kv) else None
         insort(self.waiting, request, key=lambda other: other.order)
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest], *, may_be_late: bool) -> int:
@@ -400,8 +399,7 @@ class Scheduler:
             # The wait for room takes nothing from the time in which the prompt is computed elsewhere.
             request.deadline = max(request.deadline or 0.0, self._now + request.spec.remote_kv.reservation_s)
         if num_external > 0:
-            block_ids = self.kv.block_ids(request.request_id)
-            self.connector.update_state_after_alloc(request, block_ids, num_local_blocks)
+            self.connector.update_state_after_alloc(request, self.kv.block_ids(request.request_id), num_local_blocks)
         else:
             self.load_finished(KVLoadResult(request.request_id, request.num_cached_tokens, 0, 0))
 
@@ -431,23 +429,26 @@ class Scheduler:
             request.update_block_hashes(self.kv.block_size)  # once, also without a prefix cache
             self.connector.request_progressed(request, self.kv.block_ids(request.request_id), num_ready_tokens)
 
-    def _retain(self, request: Request, retained_id: str) -> None:
+    def _retain(self, request: Request, result: KVLoadResult, retained_id: str) -> KVLoadResult:
         """Leave a loading request's blocks past the verified ones to the connector. Once seeded, the request resumes
-        from what the prefix cache has."""
+        from what the prefix cache has. Returns the result; without such a cache, one with no KV."""
         num_verified_blocks = request.num_computed_tokens // self.kv.block_size
         blocks = self.kv.close_table(request.request_id)
         self.kv.pool.release(blocks[:num_verified_blocks])
         self.held[retained_id] = blocks[num_verified_blocks:]
         request.num_computed_tokens = 0
+        if self.kv.enable_prefix_caching:
+            return result
+        num_needed = 0 if request.spec.remote_kv is None else self.kv.num_blocks_for(request.num_initial_tokens)
+        return replace(result, num_verified_tokens=0, num_external_tokens=0, num_recomputed_blocks=num_needed)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens of a running request, preempting later ones. False: it was preempted
         itself, or must wait for I/O to free blocks."""
         while not self.kv.allocate(request, num_tokens):
-            victims = [other for other in self.running if not other.moves_kv]
-            if not victims:
+            victim = max((one for one in self.running if not one.moves_kv), key=lambda one: one.order, default=None)
+            if victim is None:
                 return False
-            victim = max(victims, key=lambda other: other.order)
             self._preempt(victim)
             if victim is request:
                 return False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.core.messages import HoldKV, LoadedEvent, ReservedEvent, StepCost
+import pytest
+
+from engine.core.messages import HoldKV, LoadedEvent, RemoteKV, ReservedEvent, StepCost
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
@@ -155,6 +157,25 @@ def test_blocks_of_a_search_given_up_stay_and_the_prompt_is_computed_into_others
     finish_all(scheduler)
     scheduler.free_held("late")
     check_blocks(scheduler)
+
+
+@pytest.mark.parametrize("remote_kv", [None, RemoteKV(transfer_id="t", reservation_s=30.0)])
+def test_what_a_load_given_up_had_found_is_not_counted_without_a_cache_to_keep_it(remote_kv: RemoteKV | None) -> None:
+    scheduler, _ = seeking()
+    scheduler.kv.enable_prefix_caching = False
+    request = add(scheduler, PROMPT, max_tokens=1, remote_kv=remote_kv)
+    step(scheduler)
+    num_left = NUM_SOUGHT - 1 if remote_kv else 0
+    scheduler.load_finished(
+        KVLoadResult(request.request_id, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE, num_left, retained_id="late")
+    )
+    assert len(scheduler.held["late"]) == 3
+    scheduler.seed(request.request_id, [])
+    [end] = finish_all(scheduler)
+    assert (end.num_external_tokens, scheduler.counters.num_external_tokens) == (0, 0)
+    assert scheduler.counters.num_prefilled_tokens == len(PROMPT)
+    num_recomputed = (len(PROMPT), NUM_SOUGHT + 1) if remote_kv else (0, 0)
+    assert (end.num_recomputed_tokens, scheduler.counters.num_recomputed_blocks) == num_recomputed
 
 
 def test_an_abort_ends_a_search() -> None:
