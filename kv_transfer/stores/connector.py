@@ -115,6 +115,8 @@ class StoreConnector(TransferConnector):
 
     def shutdown(self) -> None:
         self._producer.cancel_all(self._clock())
+        for op in self._saves.values():
+            op.owner.cancelled = True  # also of a finished request that a prefix store still saves
         self._loader.cancel_all()
         self._threads.shutdown(self._options.shutdown_timeout_s)
         self._apply_results(self._clock())
@@ -187,7 +189,7 @@ class StoreConnector(TransferConnector):
         names = iter(load.pages[op.block_index + 1 : load.num_full_blocks])
 
         def inspect_next() -> None:
-            if (name := next(names, None)) is not None:
+            if not self._threads.is_ending and (name := next(names, None)) is not None:
                 self._io.inspect(name)
                 self._threads.submit(inspect_next)
 

@@ -149,6 +149,7 @@ class IOThreads:
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._busy: set[int] = set()
+        self.is_ending = False
         self._threads = [start_thread(self._run, f"{name}-{index}") for index in range(num_threads)]
 
     @property
@@ -160,7 +161,9 @@ class IOThreads:
         self._jobs.put((0 if is_urgent else 1, next(self._numbers), job))
 
     def shutdown(self, timeout_s: float) -> None:
-        """Finish what was queued, then end the threads; some may be left after `timeout_s`."""
+        """Finish what was queued, then end the threads; some may be left after `timeout_s`. A job that queues another
+        must not do so while `is_ending`."""
+        self.is_ending = True
         for _ in self._threads:
             self._jobs.put((2, next(self._numbers), None))
         deadline = time.monotonic() + timeout_s
@@ -237,8 +240,8 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     load_timeout_s: float = 10.0
     """How long pages may take once they were announced, seconds; pages that are late are computed. A store that ends
     nothing for so long while it should save fails these hand-overs."""
-    shutdown_timeout_s: float = 10.0
-    """How long to wait for I/O in flight at shutdown, seconds."""
+    shutdown_timeout_s: float = 2.0
+    """How long to wait for I/O in flight at shutdown, seconds. An instance kills its core after 5 s."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -333,8 +333,3 @@ class PrefixProducer(Producer):
     def give_up(self, transfer: ProducedTransfer, failure: str, now: float) -> None:
         del failure, now
         transfer.cancelled = True
-
-    def cancel_all(self, now: float) -> None:
-        del now
-        for transfer in self._by_request.values():
-            transfer.cancelled = True

@@ -183,6 +183,13 @@ class Core:
             self.woken.wait(0.05 if next_s is None else min(0.05, max(next_s, 0.001)))
             self.step()
 
+    def shut_down_before(self, gate: threading.Event) -> None:
+        """End the connector, whose threads wait at the gate; then open it, and wait for their end."""
+        self.connector.shutdown()
+        gate.set()
+        for thread in self.connector._threads._threads:
+            thread.join()
+
     def settle(self) -> None:
         """Let what is under way end."""
         time.sleep(0.02)

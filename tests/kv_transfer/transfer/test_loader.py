@@ -333,6 +333,25 @@ def test_a_damaged_block_is_counted_removed_and_computed(filled_store: MemorySto
     assert key not in filled_store.values
 
 
+def test_a_shutdown_ends_the_search_for_more_damage(filled_store: MemoryStore) -> None:
+    class Inspected(GatedStore):
+        """Reads wait from the second on."""
+
+        def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+            if self.num_entered:
+                return super().get_into(key, buffers, check)
+            self.num_entered = 1
+            return MemoryStore.get_into(self, key, buffers, check)
+
+    store = Inspected()
+    store.values = dict.fromkeys(filled_store.values, b"damaged")
+    core = Core(store, num_io_threads=1, shutdown_timeout_s=0.01)
+    assert seek(core, make_request(PROMPT)).num_verified_tokens == 0
+    core.wait(lambda: store.num_entered == 2)
+    core.shut_down_before(store.gate)
+    assert store.num_entered == 2
+
+
 def test_a_dead_store_is_used_until_the_breaker_opens() -> None:
     store = BrokenStore()
     core = Core(store, breaker_failures=2)

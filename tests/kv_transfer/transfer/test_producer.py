@@ -258,6 +258,18 @@ def test_saves_into_a_store_that_hangs_end_in_time_and_later_ones_at_once(prefix
     prefill.wait(lambda: len(store.values) >= NUM_FULL)
 
 
+@pytest.mark.parametrize("prefix_only", [False, True])
+def test_saves_that_wait_at_a_shutdown_are_not_begun(prefix_only: bool) -> None:
+    store, request = GatedStore(), writer_of()
+    prefill = Core(store, num_io_threads=1, shutdown_timeout_s=0.01, prefix_only=prefix_only)
+    prefill.allocate(request)
+    prefill.progress(request, len(PROMPT))
+    assert prefill.finish(request, "hand_over")
+    prefill.wait(lambda: store.num_entered == 1)
+    prefill.shut_down_before(store.gate)
+    assert store.num_entered == 1
+
+
 def test_store_that_cannot_be_written_fails_the_transfer_and_not_the_request() -> None:
     store = BrokenStore()
     prefill = Core(store, breaker_failures=2, breaker_retry_s=60.0)
