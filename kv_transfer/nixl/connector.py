@@ -2,7 +2,13 @@
 
     prefill  block computed ─▶ digest (I/O thread) ─▶ announced ─▶ held until the lease ends ─▶ tag cleared, freed
     decode   announced ─▶ Read ─▶ reading thread: pages, then the lease tag ─▶ digests (I/O threads) ─▶ verified
-                            └─deadline─▶ given up: computed into other blocks; the read's blocks are pinned
+                            └─deadline | abort─▶ given up: its blocks are pinned ──succeeded | disconnected──▶ freed
+                                                           └─too many or for too long─▶ the agent is rebuilt ─▶ freed
+
+Giving up on a read does not end it: over TCP it goes on writing for as long as its peer sends. So its blocks stay with
+the connector, and the request is computed in others, until the read itself has ended, never by time alone. Destroying
+the agent ends every read, which bounds the number of pinned blocks. It delays all other reads, so that reads of a
+healthy peer, given up because their request was aborted, first get the time to end.
 
 Two agents, so that ending a bad read never disturbs peers that read from here: one that lends memory, whose metadata
 peers keep, and one that reads. Works on what UCX finds: shared memory between processes of one user (CMA), TCP, RDMA.
@@ -12,10 +18,10 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -80,64 +86,6 @@ class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fie
     """Age of a given-up read at which the reading agent is rebuilt, seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class _GivenUp:
-    block_ids: frozenset[int]
-    since: float
-
-
-class PinnedBlocks:
-    """Blocks that a given-up read may still write to. Owns the given-up reads of one connector, under any names.
-
-        read in flight ──deadline | abort──▶ pinned ──succeeded | disconnected──▶ ended: its blocks are free
-                                                └─too many or for too long─▶ rebuild of the agent ─▶ ended
-
-    Giving up on a read does not end it: over TCP it goes on writing for as long as its peer sends. So its blocks stay
-    with the connector until the read itself has ended, never by time alone. Destroying the agent ends every read, which
-    bounds the number of pinned blocks. It delays all other reads, so that reads of a healthy peer, given up because
-    their request was aborted, first get the time to end. Pure: the caller passes the time. One thread.
-    """
-
-    def __init__(self, *, max_blocks: int, max_age_s: float) -> None:
-        self._max_blocks = max_blocks
-        self._max_age_s = max_age_s
-        self._reads: dict[Hashable, _GivenUp] = {}  # oldest first
-        self.rebuilding = False
-        """The agent is being destroyed, which ends the pinned reads one by one. The caller sets it."""
-
-    @property
-    def block_ids(self) -> frozenset[int]:
-        """Blocks that must not be used."""
-        return frozenset().union(*(given_up.block_ids for given_up in self._reads.values()))
-
-    def pin(self, read: Hashable, block_ids: Iterable[int], now: float) -> None:
-        """A read in flight was given up. Idempotent."""
-        if read not in self._reads:
-            self._reads[read] = _GivenUp(frozenset(block_ids), now)
-
-    def unpin(self, read: Hashable) -> None:
-        """A read has ended. Unknown ones are ignored."""
-        self._reads.pop(read, None)
-
-    def rebuild_due(self, now: float) -> bool:
-        """Whether the agent must be destroyed now."""
-        due_at = self.next_deadline
-        return due_at is not None and due_at <= now
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When a rebuild is due if no pinned read ends until then; None: never."""
-        if self.rebuilding or not self._reads:
-            return None
-        reads = list(self._reads.values())
-        due_at, block_ids = reads[0].since + self._max_age_s, set[int]()
-        for given_up in reads:
-            block_ids |= given_up.block_ids
-            if len(block_ids) > self._max_blocks:
-                return min(due_at, given_up.since + _END_WAIT_S)
-        return due_at
-
-
 class NixlConnector(TransferConnector):
     """Implements engine.kv_connector.KVConnector over NIXL."""
 
@@ -157,17 +105,21 @@ class NixlConnector(TransferConnector):
         self._epoch = os.urandom(EPOCH_BYTES)
         self._tags = LeaseTags(parsed.max_transfers)
         self._reads: dict[Read, None] = {}  # those that have not ended, oldest first
+        self._is_rebuilding = False
+        """The agent is being destroyed, which ends the reads that were given up one by one."""
         self._lending_agent: LendingAgent
-        self._pinned: PinnedBlocks
         self._reader: PageReader
         self._pages: Region
         self._naming: PageNaming
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Also blocks of what was given up since the last poll, which the next one pins."""
-        given_up = (op.block_id for read in self._reads if read.owner.holds_blocks for op in read.ops)
-        return len(self._pinned.block_ids.union(given_up))
+        return len(self.pinned_block_ids)
+
+    @property
+    def pinned_block_ids(self) -> set[int]:
+        """Blocks that a read that was given up may still write to."""
+        return {op.block_id for read in self._reads if read.owner.holds_blocks for op in read.ops}
 
     # Worker side
 
@@ -176,10 +128,6 @@ class NixlConnector(TransferConnector):
         self._memory = make_page_memory(kv_cache)
         self._pages = _region(kv_cache, layout)
         self._num_pages_per_read = max(1, _READ_BYTES // layout.bytes_per_block)
-        self._pinned = PinnedBlocks(
-            max_blocks=int(self._options.max_quarantined_fraction * self._pages.num_pages),
-            max_age_s=self._options.max_quarantine_s,
-        )
         self._loader = MemoryLoader(naming, load_timeout_s=self._options.load_timeout_s, key=self._key)
         self._lending_agent = self._make_lending_agent()
         self._producer = MemoryProducer(naming, self._leases, self._tags, self._lending_agent)
@@ -230,12 +178,12 @@ class NixlConnector(TransferConnector):
         self._apply_results(now)
         self._producer.expire(now)
         self._give_up_late_reads(now)
-        self._update_pinned(now)
+        self._rebuild_if_due(now)
         return self._output()
 
     def next_deadline_s(self) -> float | None:
         waited_for = (read.deadline for read in self._reads if not read.owner.holds_blocks)
-        deadlines = [self._leases.next_deadline, next(waited_for, None), self._pinned.next_deadline]
+        deadlines = [self._leases.next_deadline, next(waited_for, None), self._rebuild_due_at()]
         known = [at for at in deadlines if at is not None]
         return max(0.0, min(known) - self._clock()) if known else None
 
@@ -289,7 +237,6 @@ class NixlConnector(TransferConnector):
     def _read_ended(self, read: Read, failure: str | None, duration_s: float) -> None:
         """Reads that were given up or never begun are no failures."""
         self._reads.pop(read, None)
-        self._pinned.unpin(read)
         reads = self.counters.reads
         assert reads is not None, "this connector has ReadCounters"
         if failure is None:
@@ -332,7 +279,7 @@ class NixlConnector(TransferConnector):
 
     def _rebuild_ended(self) -> None:
         self.num_rebuilt += 1
-        self._pinned.rebuilding = False
+        self._is_rebuilding = False
 
     def _give_up_late_reads(self, now: float) -> None:
         for read in list(self._reads):
@@ -341,13 +288,27 @@ class NixlConnector(TransferConnector):
                 num_late = sum(len(other.ops) for other in self._reads if other.owner is read.owner)
                 self.counters.loaded.failures["timeout"] += num_late
 
-    def _update_pinned(self, now: float) -> None:
+    def _rebuild_if_due(self, now: float) -> None:
         for read in self._reads:
             if read.owner.holds_blocks:
-                self._pinned.pin(read, (op.block_id for op in read.ops), now)
-        if self._pinned.rebuild_due(now):
-            self._pinned.rebuilding = True
+                read.given_up_at = min(read.given_up_at, now)
+        due_at = self._rebuild_due_at()
+        if due_at is not None and due_at <= now:
+            self._is_rebuilding = True
             self._reader.rebuild()
+
+    def _rebuild_due_at(self) -> float | None:
+        """When the agent must be destroyed if no read that was given up ends until then; None: never."""
+        given_up = sorted((read.given_up_at, len(read.ops)) for read in self._reads if read.given_up_at < math.inf)
+        if self._is_rebuilding or not given_up:
+            return None
+        num_left = int(self._options.max_quarantined_fraction * self._pages.num_pages)
+        due_at = given_up[0][0] + self._options.max_quarantine_s
+        for given_up_at, num_blocks in given_up:
+            num_left -= num_blocks
+            if num_left < 0:
+                return min(due_at, given_up_at + _END_WAIT_S)
+        return due_at
 
 
 def _region(kv_cache: KVMemory, layout: PageLayout) -> Region:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import time
 from collections import OrderedDict, deque
@@ -63,6 +64,8 @@ class Read:
     digests: list[bytes]
     """One for each operation; empty while digests are off."""
     deadline: float
+    given_up_at: float = math.inf
+    """When the connector noticed that its owner was aborted or given up."""
     post_s: float = 0.0
     """Seconds that it took to pass it to NIXL."""
 

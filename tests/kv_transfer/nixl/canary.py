@@ -154,7 +154,8 @@ class CanaryReader:
             if isinstance(event, LoadedEvent):
                 self.loaded[event.request_id] = event
         self.max_pinned = max(self.max_pinned, self.connector.num_quarantined_blocks)
-        assert not self.connector._pinned.rebuild_due(started)
+        due_at = self.connector._rebuild_due_at()
+        assert due_at is None or due_at > started
         assert self.pinned <= self.held
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -175,7 +176,7 @@ class CanaryReader:
 
     @property
     def pinned(self) -> set[int]:
-        return set(self.connector._pinned.block_ids)
+        return self.connector.pinned_block_ids
 
     @property
     def held(self) -> set[int]:

@@ -205,7 +205,7 @@ def test_producer_in_mid_read_outlives_the_rebuild_of_its_reader(
         if is_frozen:
             producer.signal(signal.SIGSTOP)
             reader.run_until(lambda name=name: name in reader.loaded)  # type: ignore[misc]
-        reader.connector._pinned.rebuilding = True
+        reader.connector._is_rebuilding = True
         reader.connector._reader.rebuild()
         reader.run_until(lambda name=name: name in reader.loaded)  # type: ignore[misc]
         reader.run_until(lambda: not reader.pinned and not reader.held)

@@ -196,7 +196,7 @@ def test_pages_of_a_frozen_producer_are_pinned_until_their_read_has_ended(
     # STEP everything that may be used gets a canary, then the producer wakes
     pages = reader.pages()
     forget_all(reader.core.scheduler.kv.pool)
-    pinned = sorted(reader.connector._pinned.block_ids)
+    pinned = sorted(reader.connector.pinned_block_ids)
     others = torch.ones(len(pages), dtype=torch.bool)
     others[pinned] = False
     pages[others] = 0xA5

@@ -18,7 +18,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled
-from kv_transfer.nixl.connector import NixlConnector, PinnedBlocks
+from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.transfer.connector import GIVEN_UP
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
@@ -27,40 +27,6 @@ from tests.kv_transfer.nixl.fake_reader import FakeReader
 NUM_BLOCKS = 24
 TIMEOUT_S = 5.0
 MAX_AGE_S = 20.0
-
-
-def test_blocks_of_a_given_up_read_are_pinned_until_it_has_ended() -> None:
-    pinned = PinnedBlocks(max_blocks=10, max_age_s=60.0)
-    pinned.pin("a", [1, 2], now=0.0)
-    pinned.pin("b", [2, 3], now=1.0)
-    pinned.pin("a", [9], now=2.0)
-    assert pinned.block_ids == {1, 2, 3}
-    pinned.unpin("a")
-    pinned.unpin("a")
-    assert len(pinned.block_ids) == 2
-    pinned.unpin("b")
-    assert len(pinned.block_ids) == 0
-    assert pinned.next_deadline is None
-
-
-def test_too_many_blocks_or_too_long_makes_a_rebuild_due_once() -> None:
-    pinned = PinnedBlocks(max_blocks=2, max_age_s=60.0)
-    pinned.pin("a", [1, 2], now=0.0)
-    assert not pinned.rebuild_due(59.9)
-    assert pinned.next_deadline == 60.0
-    assert pinned.rebuild_due(60.0)
-    pinned.pin("b", [3], now=10.0)
-    pinned.pin("c", [4], now=10.5)
-    assert not pinned.rebuild_due(10.9), "the last reads may just have been aborted, and end by themselves"
-    assert pinned.next_deadline == 11.0
-    assert pinned.rebuild_due(11.0)
-    pinned.rebuilding = True
-    assert not pinned.rebuild_due(100.0)
-    pinned.unpin("a")
-    pinned.unpin("b")
-    pinned.unpin("c")
-    pinned.rebuilding = False
-    assert not pinned.rebuild_due(100.0)
 
 
 class FakeLendingAgent(LendingAgent):
@@ -245,7 +211,7 @@ class Reading(RuleBasedStateMachine):
             assert not table & in_flight, f"{request_id} runs on blocks that are read into"
         assert given_up <= held
         num_pinned = self.connector.num_quarantined_blocks
-        assert self.connector._pinned.block_ids == given_up
+        assert self.connector.pinned_block_ids == given_up
         num_running = NUM_BLOCKS - pool.num_available - len(held)
         num_free = pool.num_available - pool.num_cached
         classes = (num_pinned, len(held) - num_pinned, num_running, pool.num_cached, num_free)
@@ -297,6 +263,22 @@ def test_an_abort_of_more_than_the_cap_ends_in_a_rebuild_if_its_reads_do_not() -
     assert wait_s is not None
     reading.time_passes(seconds=wait_s)
     assert reading.reader.rebuild_requested
+    reading.teardown()
+
+
+def test_reads_that_were_given_up_for_long_end_in_one_rebuild() -> None:
+    reading = reading_of(num_blocks=3)
+    reading.time_passes(seconds=TIMEOUT_S)
+    assert reading.connector.num_quarantined_blocks == 3
+    reading.time_passes(seconds=MAX_AGE_S / 2)
+    assert not reading.reader.rebuild_requested
+    assert reading.connector.next_deadline_s() == MAX_AGE_S / 2
+    for _ in range(2):
+        reading.time_passes(seconds=MAX_AGE_S / 2)
+        assert reading.reader.rebuild_requested
+    reading.rebuild()
+    reading.time_passes(seconds=MAX_AGE_S)
+    assert not reading.reader.rebuild_requested
     reading.teardown()
 
 
