@@ -92,7 +92,7 @@ class KVConnector(Protocol):
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Held blocks that an abandoned read may still write to."""
+        """Held blocks that an abandoned read of a peer's memory may still write to. Those of a store are only held."""
         return 0
 
     @property

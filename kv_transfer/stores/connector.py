@@ -29,7 +29,8 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     breaker_retry_s: float = 2.0
     """How long that is before the next try, seconds."""
     lookup: bool = True
-    """Before a prompt is computed, look up its blocks in the store."""
+    """Before a prompt is computed, look up its blocks in the store; in a list of connectors also those of a hand-over
+    that the first one lacked."""
     save: bool = True
     """Save what is computed here. Can be off only where `prefix_only` is on."""
     prefix_only: bool = False

@@ -12,8 +12,8 @@ the first bad one are used, the engine computes the rest. A result waits until n
 then writes to the same blocks. An operation carries its `Load`, so one that ends late never counts for another request,
 even one with the same id. Waiting for an announcement ends with the attach stream (its silence is a failure) or with
 the request's reservation, which the scheduler watches; waiting for the store ends `load_timeout_s` after the last
-announcement. A read that may never end is given up: its blocks stay with the connector, and the engine computes into
-others.
+announcement, that of a lookup after `reserve`. A read that may never end is given up: its blocks stay with the
+connector, and the engine computes into others.
 
 Pure: no I/O, no clock; used in the step loop alone. I/O threads read `Load.skip_from` too; at worst they see it late.
 """

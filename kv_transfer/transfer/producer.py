@@ -162,7 +162,7 @@ class Producer:
         return deletes
 
     def cancel_all(self, now: float) -> None:
-        """The core shuts down, which ends every transfer."""
+        """The core shuts down, which ends every lease."""
         for transfer_id in list(self._by_transfer):
             self._leases.fail(transfer_id, "the instance ends", now=now)
         self._apply_ended()
