@@ -4,7 +4,7 @@
 #   docker build -t tandem:0.1.0-cuda --target cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu129 .
 #
 # Versions are those of constraints.txt. TORCH_INDEX is where torch's build comes from; a build of it (2.13.0+cpu) goes
-# before PyPI's. EXTRAS are the optional parts: hub,models,nixl,kubernetes,structured-output,lmcache,tracing.
+# before PyPI's. EXTRAS are the optional parts: hub,models,nixl,kubernetes,structured-output,tracing.
 # BASE is pinned by its tag; by its digest as well with --build-arg BASE=NAME:TAG@sha256:…
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 

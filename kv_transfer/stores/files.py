@@ -68,11 +68,11 @@ class SharedStorage:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise EngineError(f"shared_storage path {os.fspath(path)!r}: {error.strerror}") from error
+            raise EngineError(f"{self.name} path {os.fspath(path)!r}: {error.strerror}") from error
         self.sweeper = Sweeper(self.path, capacity_bytes=capacity_bytes, **limits)
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
-        *folders, name = key.parts
+        folders, name = self._place(key)
         num_bytes = sum(len(buffer) for buffer in buffers)
         with self._folder(folders, create=True) as folder:
             assert folder is not None
@@ -95,7 +95,7 @@ class SharedStorage:
         self.sweeper.note_written(num_bytes)
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
-        *folders, name = key.parts
+        folders, name = self._place(key)
         with self._folder(folders) as folder:
             if folder is None:
                 return False
@@ -124,7 +124,7 @@ class SharedStorage:
         return True
 
     def contains(self, key: PageKey, num_bytes: int) -> bool:
-        *folders, name = key.parts
+        folders, name = self._place(key)
         with self._folder(folders) as folder:
             if folder is None:
                 return False
@@ -141,7 +141,7 @@ class SharedStorage:
         return True
 
     def delete(self, key: PageKey) -> None:
-        *folders, name = key.parts
+        folders, name = self._place(key)
         with self._folder(folders) as folder:
             if folder is None:
                 return
@@ -158,6 +158,11 @@ class SharedStorage:
 
     def close(self) -> None:
         self.sweeper.stop()
+
+    def _place(self, key: PageKey) -> tuple[Sequence[str], str]:
+        """Folders below `path`, and a file in the last one. Each transfer has a folder of its own for its tail."""
+        *folders, name = key.parts
+        return folders, name
 
     @contextlib.contextmanager
     def _folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int | None]:

@@ -43,7 +43,6 @@ _EXTRAS = (
     ("huggingface_hub", "models by name from the Hugging Face hub", "hub"),
     ("xgrammar", "structured output and required tool calls", "structured-output"),
     ("nixl", "the nixl connector (memory to memory, RDMA, NVLink)", "nixl"),
-    ("lmcache", "the lmcache connector (LMCache's disk format, its server)", "lmcache"),
 )
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _NUM_BLOCKS, _BLOCK_BYTES, _NUM_ROUNDS = 16, 1_843_200, 3

@@ -18,10 +18,6 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
         "without a password",
     ),
     "blind alerts": ({"metrics": {"alerts": {"enabled": True}}}, "metrics.alerts.selector"),
-    "LMCache in the image": (
-        {"connector": {"name": "lmcache"}},
-        "EXTRAS=hub,nixl,kubernetes,structured-output,lmcache",
-    ),
     "who sizes": ({"autoscaling": {"mode": "builtin", "decode": {"maxReplicas": 6}}}, "decode 1 to 6"),
     "readable tokens": ({"auth": {"existingSecret": "tenants"}}, "tokens are sent in plaintext"),
     "a test without a token": ({"auth": {"existingSecret": "tenants"}}, "test.existingSecret"),

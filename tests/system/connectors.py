@@ -101,7 +101,7 @@ def nixl_and_redis(folder: Path) -> Iterator[Backing]:
 def lmcache(folder: Path) -> Iterator[Backing]:
     """On disk, in the stack's folder."""
     del folder
-    yield Backing({"connector": "lmcache"}, options(timeout_s=10), lambda rig: FolderPages(rig.store_folder))
+    yield Backing({"connector": "lmcache"}, pages=lambda rig: FolderPages(rig.store_folder))
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """The connector over LMCache: fleets that run LMCache keep pages there, in Tandem's own page format.
 
-    backend   place                                                        needs         LMCache in the instance
-    disk      fs_native's files in a folder (lmcache/disk.py)              path          its fs client
-    server    an `lmcache server` with Tandem's module (lmcache/server.py) url tcp://    none
+    backend   place                                                        needs
+    disk      fs_native's files in a folder (lmcache/disk.py)              path
+    server    an `lmcache server` with Tandem's module (lmcache/server.py) url tcp://
 
-LMCache is imported only when a store on a disk is made, with its telemetry off. Redis is the redis connector's: LMCache
-would add a copy and two threads to every page.
+An instance needs no LMCache. Redis is the redis connector's: LMCache would add a copy and two threads to every page.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fie
     connect_timeout_s: float = 0.25
     """server: for a new connection, seconds."""
     timeout_s: float = 1.0
-    """For an answer of LMCache, seconds, apart from the time for a page's bytes."""
+    """server: for an answer, seconds, apart from the time for a page's bytes."""
     min_bytes_per_s: float = 50e6
-    """Speed below which a page is late."""
+    """server: speed below which a page is late."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,16 +89,17 @@ class LMCacheConnector(StoreConnector):
 
 def make_store(options: LMCacheOptions) -> BlockStore:
     """The store that the options describe. Raises EngineError."""
-    limits = {"timeout_s": options.timeout_s, "min_bytes_per_s": options.min_bytes_per_s}
     if options.backend_name() == "server":
         return LMCacheServer(
-            options.url, connect_timeout_s=options.connect_timeout_s, down_s=options.breaker_retry_s, **limits
+            options.url,
+            connect_timeout_s=options.connect_timeout_s,
+            timeout_s=options.timeout_s,
+            min_bytes_per_s=options.min_bytes_per_s,
+            down_s=options.breaker_retry_s,
         )
     return LMCacheDisk(
         options.path,
         capacity_bytes=options.capacity_bytes or 16 << 30,
-        num_workers=options.num_io_threads,
         scan_interval_s=options.scan_interval_s,
         tail_max_age_s=options.tail_max_age_s,
-        **limits,
     )

@@ -26,7 +26,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -37,7 +37,7 @@ from engine.errors import EngineError, shown
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import BadValue, OutageLog, StoreError
-from kv_transfer.stores.lmcache.store import LMCacheStore, ObjectName
+from kv_transfer.stores.lmcache.names import ObjectName
 
 PROTOCOL_VERSION = 1
 MAX_VALUE_BYTES = 256 << 20
@@ -50,16 +50,27 @@ _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _CLOSE_S = 2.0
 
 
-class LMCacheServer(LMCacheStore):
+class LMCacheServer:
     """Implements kv_transfer.stores.base.BlockStore."""
 
-    def __init__(self, url: str, *, connect_timeout_s: float = 0.25, down_s: float = 2.0, **limits: float) -> None:
-        super().__init__(**limits)
+    name = "lmcache"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout_s: float = 0.25,
+        timeout_s: float = 1.0,
+        min_bytes_per_s: float = 50e6,
+        down_s: float = 2.0,
+    ) -> None:
         matched = _URL.fullmatch(url)
         if matched is None or not 0 < int(matched[2]) < 65536:
             raise EngineError(f"lmcache url {shown(url)}: tcp://host:port of an `lmcache server` is expected")
         self.url = url
         self._connect_timeout_s = connect_timeout_s
+        self._timeout_s = timeout_s
+        self._min_bytes_per_s = min_bytes_per_s
         self._down_s = down_s
         self._context = zmq.Context(io_threads=1)
         self._idle: queue.LifoQueue[_Link] = queue.LifoQueue()
@@ -67,6 +78,26 @@ class LMCacheServer(LMCacheStore):
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         self._call(PUT, ObjectName.of(key), sum(map(len, buffers)), buffers)
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        num_bytes = sum(map(len, buffers))
+        page = self._call(GET, ObjectName.of(key), num_bytes)
+        if page is None:
+            return False
+        if len(page) != num_bytes:
+            raise BadValue("size")
+        for index, buffer in enumerate(buffers):
+            memoryview(buffer).cast("B")[:] = page[: len(buffer)]
+            page = page[len(buffer) :]
+            if index == 0:
+                check()
+        return True
+
+    def contains(self, key: PageKey, num_bytes: int) -> bool:
+        try:
+            return self._call(CONTAINS, ObjectName.of(key), num_bytes) is not None
+        except BadValue:
+            return False
 
     def delete(self, key: PageKey) -> None:
         if self._outages.failed_within(self._down_s):
@@ -82,21 +113,11 @@ class LMCacheServer(LMCacheStore):
         thread.start()
         thread.join(_CLOSE_S)
 
-    @contextlib.contextmanager
-    def _value(self, name: ObjectName, num_bytes: int) -> Iterator[memoryview | None]:
-        page = self._call(GET, name, num_bytes)
-        if page is not None and len(page) != num_bytes:
-            raise BadValue("size")
-        yield page
-
-    def _exists(self, name: ObjectName, num_bytes: int) -> bool:
-        return self._call(CONTAINS, name, num_bytes) is not None
-
     def _call(self, method: str, name: ObjectName, num_bytes: int, buffers: Sequence[Buffer] = ()) -> memoryview | None:
         """The page that came with OK, empty where none belongs to the answer; None: missing."""
         if num_bytes > MAX_VALUE_BYTES:
             raise StoreError("too_large")
-        timeout_s = self._limit_s(num_bytes)
+        timeout_s = self._timeout_s + num_bytes / self._min_bytes_per_s
         head = Head(PROTOCOL_VERSION, name.model_name, name.chunk_hash, name.cache_salt, num_bytes, timeout_s)
         try:
             link = self._link()

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tandem.bench.transfer.measure import Result
 
 _MULTIPLE_OF = 64
-_EXTRAS = ("nixl", "lmcache")
-"""Connectors whose library is an extra of the same name."""
 
 
 @click.command("transfer", short_help="The speed of KV transfers, by connector.")
@@ -128,8 +126,8 @@ def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | Non
 
 def _is_installed(choice: ConnectorChoice) -> bool:
     """Whether the connector can be measured; if not, prints what to install."""
-    if choice.name in _EXTRAS and importlib.util.find_spec(choice.name) is None:
-        click.echo(f"{choice.name}: skipped, not installed: {to_install(choice.name)}")
+    if choice.name == "nixl" and importlib.util.find_spec("nixl") is None:
+        click.echo(f"nixl: skipped, not installed: {to_install('nixl')}")
         return False
     if choice.name == "redis" and choice.kv_url is None:
         from tandem.bench.transfer.media import INSTALL_REDIS, installed_redis

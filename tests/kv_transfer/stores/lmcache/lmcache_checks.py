@@ -1,18 +1,30 @@
-"""Checks of both LMCache backends: threads, leaks, requests under load."""
+"""Checks of both LMCache backends: threads, leaks, requests under load. How tests import LMCache."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kv_transfer.stores.base import BlockStore
 from tests.kv_transfer.harness import Core
 from tests.kv_transfer.stores.contract import HEADER, NUM_BYTES, PAGE, key_of, read
 from tests.kv_transfer.stores.redis.redis_load import Load
+
+
+def import_lmcache(module: str) -> Any:
+    """A module of LMCache, or one that imports it: without telemetry, with little logging, and without a warning about
+    its logging handler."""
+    os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1", LMCACHE_LOG_LEVEL="WARNING")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
 
 
 def check_many_threads(store: BlockStore, num_threads: int = 4, num_keys: int = 12) -> None:

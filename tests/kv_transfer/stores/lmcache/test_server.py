@@ -275,7 +275,7 @@ def test_wrong_url_is_rejected(url: str) -> None:
 def test_requests_are_encoded_as_lmcache_does_and_invalid_ones_are_rejected() -> None:
     import msgspec
 
-    from kv_transfer.stores.lmcache.store import ObjectName
+    from kv_transfer.stores.lmcache.names import ObjectName
 
     name = ObjectName.of(key_of(1, transfer="t"))
     head = Head(PROTOCOL_VERSION, name.model_name, name.chunk_hash, name.cache_salt, NUM_BYTES, 1.0)

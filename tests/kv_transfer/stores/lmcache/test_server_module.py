@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from kv_transfer.stores.lmcache.names import ObjectName
 from kv_transfer.stores.lmcache.server import CONTAINS, GET, PROTOCOL_VERSION, Head, Status, request_frames
-from kv_transfer.stores.lmcache.store import ObjectName, import_lmcache
 from tests.kv_transfer.stores.contract import NUM_BYTES, key_of
+from tests.kv_transfer.stores.lmcache.lmcache_checks import import_lmcache
 
 
 @dataclass
