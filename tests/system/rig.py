@@ -189,6 +189,8 @@ class Rig:
 
     def is_ready(self, member: str) -> bool:
         """Whether the router's last report of this instance says ready, and means the process that runs now."""
+        if not self.stack.processes[member].ready:
+            return False  # a channel to a closed port costs much more than this look
         try:
             epoch = self.load(member).instance_epoch
         except grpc.RpcError:
