@@ -15,8 +15,8 @@ import pytest
 
 from tandem.client.errors import TandemError
 from tests.lively import random_prompt, text_prompt
-from tests.system.background_request import BackgroundRequest
-from tests.system.stacks import SETTLE_S, Stack, on, on_stack
+from tests.system.deaths import kill_at
+from tests.system.stacks import Stack, on, on_stack
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -139,13 +139,4 @@ def test_vllms_published_stubs_give_the_same_constraints(stack: Stack, prompts: 
 def test_an_answer_under_a_constraint_survives_a_killed_decode_instance(
     killable: Stack, prompts: random.Random, kind: str, at: str
 ) -> None:
-    prompt = random_prompt(prompts, 150)
-    with killable.stopped_at(at) as stop:
-        request = BackgroundRequest(killable.rig.address, prompt, **CONSTRAINED[kind])
-        stopped = stop.wait()
-        busy = [name for name in ("decode-0", "decode-1") if killable.busy(name)]
-        victim = stopped if stopped.startswith("decode") else (busy or ["decode-0"])[0]
-        killable.rig.kill(victim)
-    killable.assert_exact(request.completion(), prompt, CONSTRAINED[kind])
-    killable.rig.stack.restart(victim)
-    killable.wait_idle([name for name in killable.rig.stack.instances if name != victim], SETTLE_S)
+    kill_at(killable, random_prompt(prompts, 150), at, "decode", CONSTRAINED[kind])

@@ -17,14 +17,11 @@ from kv_transfer.transfer.connector import TransferOptions
 from tests.lively import random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.connectors import THOROUGH
-from tests.system.stacks import BEAT_TIMEOUT_S, GREEDY, SEEDED, SETTLE_S, SHORT_LEASE_S, STATES, Stack, on, on_stack
+from tests.system.deaths import FREED_WITHIN_S, choose, kill_at
+from tests.system.stacks import BEAT_TIMEOUT_S, GREEDY, SEEDED, SHORT_LEASE_S, STATES, Stack, on, on_stack
 from tests.waiting import Stopwatch, wait_until
 
 pytestmark = pytest.mark.timeout(300)
-FREED_WITHIN_S = SHORT_LEASE_S + 1.0 + 2.0
-"""The lease and a second, and time for load reports on a busy machine."""
-STALL_S = 5.0
-"""From the kill to the end of the answer."""
 FROZEN_STALL_S = BEAT_TIMEOUT_S + 3.0
 BACK_WITHIN_S = 30.0
 
@@ -33,7 +30,7 @@ Case = tuple[str, str]
 QUICK_DEATHS: list[Case] = [("saving", "prefill"), ("loading", "decode")]
 MAIN_DEATHS: list[Case] = [*QUICK_DEATHS, ("loading", "prefill"), ("decoding", "decode")]
 ONCE_DEATHS: list[Case] = [("prefill step", "prefill"), ("first token", "prefill"), ("decoding", "decode")]
-"""In each run on one connector alone: no KV moves at that moment."""
+"""On one connector alone: no KV moves at that moment. test_constraints.py kills at "decoding" in each run."""
 ALL_DEATHS: list[Case] = [(state, victim) for state in STATES for victim in ("prefill", "decode")]
 MAIN_FREEZES: list[Case] = [("loading", "prefill"), ("decoding", "decode")]
 ALL_FREEZES: list[Case] = [
@@ -62,7 +59,7 @@ def test_a_killed_instance_costs_a_pause_and_no_token(
 
 
 @on_stack("killable shared_storage")
-@at(ONCE_DEATHS, [("decoding", "decode")])
+@at(ONCE_DEATHS, ())
 def test_an_instance_killed_before_or_after_kv_moves_costs_a_pause_and_no_token(
     killable: Stack, prompts: random.Random, state: str, victim: str
 ) -> None:
@@ -91,48 +88,6 @@ def test_an_instance_frozen_at_any_other_state_is_replaced_and_comes_back(
     killable: Stack, prompts: random.Random, state: str, victim: str
 ) -> None:
     freeze_at(killable, random_prompt(prompts, 150), state, victim)
-
-
-def choose(stack: Stack, stopped: str, role: str) -> str:
-    """The instance of `role` that takes part in the request which is stopped in `stopped`; if none does, any."""
-    if stopped.startswith(role):
-        return stopped
-    names = [name for name in stack.rig.stack.instances if name.startswith(role)]
-    deadline_s = time.monotonic() + 0.6  # two load reports
-    while time.monotonic() < deadline_s:
-        for name in names:
-            if stack.busy(name):
-                return name
-    return names[0]
-
-
-def kill_at(stack: Stack, prompt: list[int], state: str, victim: str) -> None:
-    """SIGKILL to the victim while a request is at `state`."""
-    rig, private = stack.rig, stack.private()
-    with stack.stopped_at(state) as stop:
-        request = BackgroundRequest(rig.address, prompt, **SEEDED)
-        name = choose(stack, stop.wait(), victim)
-        rig.kill(name)
-        watch = Stopwatch()
-    completion = request.completion()
-    assert watch.s < STALL_S
-    stack.assert_exact(completion, prompt, SEEDED)
-    rig.stack.restart(name)  # not waited for
-    survivors = [instance for instance in rig.stack.instances if instance != name]
-    stack.wait_idle(survivors, FREED_WITHIN_S)
-    if victim == "decode":
-        stack.wait_clean(private)
-    else:
-        sweep(stack, private)
-
-
-def sweep(stack: Stack, private: set[str]) -> None:
-    """Removes the tail that a dead prefill instance left. Age would, too, but other tests look into the same store."""
-    if stack.pages is None:
-        return
-    wait_until(lambda: len(stack.private() - private) <= 1, "more is left than one tail", SETTLE_S)
-    for name in stack.private() - private:
-        stack.pages.remove(name)
 
 
 def freeze_at(stack: Stack, prompt: list[int], state: str, victim: str) -> None:
