@@ -226,6 +226,7 @@ def waits_s(setup: Setup, policy: Policy, seed: int) -> list[float]:
     return _Simulation(setup, policy, seed).run()
 
 
+@cache
 def p99_s(setup: Setup, policy: Policy, seed: int) -> float:
     """The wait for a slot that one request in a hundred exceeds, in seconds."""
     waits = sorted(waits_s(setup, policy, seed))
