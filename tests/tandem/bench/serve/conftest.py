@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Protocol, TypeVar
 
 import pytest
 
-from tests.tandem.bench.serve.fake_servers import FakeTandem
+Server = TypeVar("Server", bound=AbstractAsyncContextManager[object])
+
+
+class Serve(Protocol):
+    def __call__(self, server: Server) -> Server: ...
 
 
 @pytest.fixture
-def fake_tandem() -> Iterator[Callable[[], str]]:
-    """Starts a FakeTandem on a thread of its own; returns its address."""
-    loop, server = asyncio.new_event_loop(), FakeTandem()
+def serve() -> Iterator[Serve]:
+    """Starts a server on a thread of its own and returns it; ends all of them after the test."""
+    loop, servers = asyncio.new_event_loop(), AsyncExitStack()
     thread = threading.Thread(target=loop.run_forever)
+    thread.start()
 
-    def start() -> str:
-        thread.start()
-        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(20)
-        return server.address
+    def start(server: Server) -> Server:
+        asyncio.run_coroutine_threadsafe(servers.enter_async_context(server), loop).result(20)
+        return server
 
     yield start
-    if thread.is_alive():
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    asyncio.run_coroutine_threadsafe(servers.aclose(), loop).result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
     loop.close()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from click.testing import CliRunner
 
 from tandem.cli import main
+from tests.tandem.bench.serve.conftest import Serve
+from tests.tandem.bench.serve.fake_servers import FakeTandem
 
 
 def refused(*args: str) -> str:
@@ -58,10 +58,8 @@ def refused(*args: str) -> str:
         (("--duration", "0.001", "--rate", "0.001", "--address", "{there}"), "no request is due"),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_type(
-    args: tuple[str, ...], hint: str, fake_tandem: Callable[[], str]
-) -> None:
-    there = fake_tandem() if "{there}" in args else ""
+def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str, serve: Serve) -> None:
+    there = serve(FakeTandem()).address if "{there}" in args else ""
     assert hint in " ".join(refused(*(arg.replace("{there}", there) for arg in args)).split())
 
 

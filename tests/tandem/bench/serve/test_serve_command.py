@@ -1,4 +1,5 @@
-"""`tandem bench serve` as a process: against both kinds of endpoint, with what goes wrong, and Ctrl-C."""
+"""`tandem bench serve` against both kinds of endpoint, with what goes wrong; with Ctrl-C and a router that ends, as a
+process."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
 from tandem.demo import MODEL_DIR
+from tests.tandem.bench.serve.conftest import Serve
 from tests.tandem.bench.serve.fake_servers import Behaviour, FakeOpenAI, FakeTandem
 from tests.waiting import until
 
@@ -22,30 +26,33 @@ SMALL = ("--prompt-len", "8", "--output-len", "4", "--pause", "0")
 GUARD_S = 60.0
 
 
-async def started(*args: str, **environment: str) -> asyncio.subprocess.Process:
-    small = () if "--trace" in args else SMALL  # a trace has lengths of its own
-    command = (sys.executable, "-m", "tandem.cli", "bench", "serve", *small, *args)
+def arguments(*args: str) -> tuple[str, ...]:
+    return ("bench", "serve", *(() if "--trace" in args else SMALL), *args)  # a trace has lengths of its own
+
+
+async def started(*args: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment}
+        *(sys.executable, "-m", "tandem.cli", *arguments(*args)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
 
 
-async def bench(*args: str, **environment: str) -> tuple[int | None, str, str]:
-    """Exit status, standard output, standard error."""
-    process = await started(*args, **environment)
-    async with asyncio.timeout(GUARD_S):
-        output, errors = await process.communicate()
-    return process.returncode, output.decode(), errors.decode()
+def bench(*args: str, **environment: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error, in this process."""
+    result = CliRunner().invoke(main, arguments(*args), env=environment)
+    return result.exit_code, result.stdout, result.stderr
 
 
 async def test_a_sweep_over_grpc_is_on_the_screen_and_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    async with FakeTandem(Behaviour(first_s=0.02, gap_s=0.01)) as server:
-        status, output, errors = await bench(
+    async with FakeTandem(Behaviour(first_s=0.02, gap_s=0.01)) as server, asyncio.timeout(GUARD_S):
+        process = await started(
             "--address", server.address, "--rate", "20,inf", "--num-requests", "5", "--seed", "3",
             "--goodput", "ttft:60000,e2e:60000", "--json", str(file), "--save-requests", "--plots", str(tmp_path / "p"),
         )  # fmt: skip
-    assert status == 0, errors
+        output, errors = [text.decode() for text in await process.communicate()]
+    assert process.returncode == 0, errors
     assert server.num_requests == 2 * (4 + 5)  # warm-up and run, twice
     assert {len(prompt) for prompt in server.prompts} == {8}
     assert len(set(server.prompts)) == 18
@@ -69,58 +76,58 @@ async def test_a_sweep_over_grpc_is_on_the_screen_and_in_the_file(tmp_path: Path
     assert plots == {"latency_cdfs.png", "itl_over_time.png", "latency_over_rate.png", "goodput_over_rate.png"}
 
 
-async def test_an_openai_endpoint_is_measured_with_prompts_of_ordinary_tokens() -> None:
-    async with FakeOpenAI() as server:
-        status, output, errors = await bench(
-            "--url", server.url, "--tokenizer", str(MODEL_DIR), "--rate", "inf", "--num-requests", "5"
-        )
+def test_an_openai_endpoint_is_measured_with_prompts_of_ordinary_tokens(serve: Serve) -> None:
+    server = serve(FakeOpenAI())
+    status, output, errors = bench(
+        "--url", server.url, "--tokenizer", str(MODEL_DIR), "--rate", "inf", "--num-requests", "5"
+    )
     assert status == 0, errors
     assert "5 ok" in output
     assert "the endpoint's usage agrees" in output
     assert server.num_requests == 9
 
 
-async def test_the_key_of_an_endpoint_is_sent_and_never_written(tmp_path: Path) -> None:
-    async with FakeOpenAI() as server:
-        status, output, errors = await bench(
-            "--url", server.url, "--vocab-size", "500", "--rate", "inf", "--num-requests", "1",
-            "--header", "X-Secret: hidden", "--json", str(tmp_path / "j"), OPENAI_API_KEY="hidden",
-        )  # fmt: skip
+def test_the_key_of_an_endpoint_is_sent_and_never_written(serve: Serve, tmp_path: Path) -> None:
+    server = serve(FakeOpenAI())
+    status, output, errors = bench(
+        "--url", server.url, "--vocab-size", "500", "--rate", "inf", "--num-requests", "1",
+        "--header", "X-Secret: hidden", "--json", str(tmp_path / "j"), OPENAI_API_KEY="hidden",
+    )  # fmt: skip
     assert status == 0, errors
     assert server.headers["authorization"] == "Bearer hidden"
     assert server.headers["x-secret"] == "hidden"
     assert "hidden" not in output + errors + (tmp_path / "j").read_text()
 
 
-async def test_a_token_is_sent_to_the_router(tmp_path: Path) -> None:
+def test_a_token_is_sent_to_the_router(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("of-a-tenant\n")
-    async with FakeTandem() as server:
-        status, _, errors = await bench(
-            "--address", server.address, "--rate", "inf", "--num-requests", "1", "--token-file", str(tmp_path / "token")
-        )
-        assert status == 0, errors
-        assert server.headers["authorization"] == "Bearer of-a-tenant"
-        status, _, errors = await bench("--address", server.address, "--token-file", str(tmp_path / "none"))
+    server = serve(FakeTandem())
+    status, _, errors = bench(
+        "--address", server.address, "--rate", "inf", "--num-requests", "1", "--token-file", str(tmp_path / "token")
+    )
+    assert status == 0, errors
+    assert server.headers["authorization"] == "Bearer of-a-tenant"
+    status, _, errors = bench("--address", server.address, "--token-file", str(tmp_path / "none"))
     assert status == 1
     assert "token_file: " in errors
     assert server.num_requests == 5
 
 
-async def test_the_stack_that_runs_here_is_found(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stack_that_runs_here_is_found(serve: Serve, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_folder))
     folder = StackFolder()
     try:
-        async with FakeTandem() as server:
-            registry.announce(RunningStack(server.address, str(folder.path), os.getpid(), "fake", {}, 1.0))
-            status, output, errors = await bench("--rate", "inf", "--num-requests", "2")
+        server = serve(FakeTandem())
+        registry.announce(RunningStack(server.address, str(folder.path), os.getpid(), "fake", {}, 1.0))
+        status, output, errors = bench("--rate", "inf", "--num-requests", "2")
     finally:
         folder.remove()
     assert status == 0, errors
     assert f"Tandem at {server.address}" in output
 
 
-async def test_without_a_stack_it_gives_the_command(short_folder: Path) -> None:
-    status, _, errors = await bench(XDG_RUNTIME_DIR=str(short_folder))
+def test_without_a_stack_it_gives_the_command(short_folder: Path) -> None:
+    status, _, errors = bench(XDG_RUNTIME_DIR=str(short_folder))
     assert status == 1
     assert "tandem up" in errors
     assert "--address host:port" in errors
@@ -132,26 +139,26 @@ def mixed(number: int) -> Behaviour:
     return kinds.get(number, Behaviour())
 
 
-async def test_failures_and_refusals_are_counted_by_reason_and_none_is_lost() -> None:
-    async with FakeTandem(mixed) as server:
-        status, output, errors = await bench("--address", server.address, "--rate", "inf", "--num-requests", "6")
+def test_failures_and_refusals_are_counted_by_reason_and_none_is_lost(serve: Serve) -> None:
+    server = serve(FakeTandem(mixed))
+    status, output, errors = bench("--address", server.address, "--rate", "inf", "--num-requests", "6")
     assert status == 0, errors
     assert "3 ok, 2 failed, 1 refused" in output
     for reason in ("1 x INTERNAL, such as: ", "1 x RESOURCE_EXHAUSTED, such as: the house is full", "1 x DATA_LOSS"):
         assert reason in output
 
 
-async def test_when_nothing_answers_the_warm_up_no_load_is_sent() -> None:
-    async with FakeTandem(Behaviour(refuse=True)) as server:
-        status, _, errors = await bench("--address", server.address)
+def test_when_nothing_answers_the_warm_up_no_load_is_sent(serve: Serve) -> None:
+    server = serve(FakeTandem(Behaviour(refuse=True)))
+    status, _, errors = bench("--address", server.address)
     assert status == 1
     assert "none of the 4 requests of the warm-up succeeded: RESOURCE_EXHAUSTED: the house is full\n" in errors
     assert server.num_requests == 4
 
 
-async def test_another_model_is_refused_once_and_before_any_request() -> None:
-    async with FakeTandem() as server:
-        status, _, errors = await bench("--address", server.address, "--model", "x")
+def test_another_model_is_refused_once_and_before_any_request(serve: Serve) -> None:
+    server = serve(FakeTandem())
+    status, _, errors = bench("--address", server.address, "--model", "x")
     assert (status, server.num_requests) == (1, 0)
     refusal = f"Error: --model x: Tandem at {server.address} (gRPC) serves fake; omit --model, or give this name"
     assert errors.strip().splitlines() == [refusal]
@@ -166,21 +173,21 @@ async def test_a_router_that_stops_is_counted_and_grpc_itself_prints_nothing() -
     assert errors.decode().splitlines()[2:] == [], errors
 
 
-async def test_an_endpoint_that_stops_between_two_rates_leaves_the_figures_of_the_first(tmp_path: Path) -> None:
+def test_an_endpoint_that_stops_between_two_rates_leaves_the_figures_of_the_first(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "j"
-    async with FakeTandem(lambda number: Behaviour(refuse=number >= 4 + 3)) as server:
-        status, output, _ = await bench(
-            "--address", server.address, "--rate", "inf,9", "--num-requests", "3", "--json", str(file)
-        )
+    server = serve(FakeTandem(lambda number: Behaviour(refuse=number >= 4 + 3)))
+    status, output, _ = bench(
+        "--address", server.address, "--rate", "inf,9", "--num-requests", "3", "--json", str(file)
+    )
     assert status == 1
     assert "3 ok, 0 failed, 0 refused" in output
     assert "PARTIAL, stopped: none of the 4 requests of the warm-up succeeded" in output
     assert [point["num_succeeded"] for point in json.loads(file.read_text())["points"]] == [3]
 
 
-async def test_when_everything_fails_so_does_the_command() -> None:
-    async with FakeTandem(lambda number: Behaviour(refuse=number >= 4)) as server:
-        status, output, _ = await bench("--address", server.address, "--rate", "inf", "--num-requests", "3")
+def test_when_everything_fails_so_does_the_command(serve: Serve) -> None:
+    server = serve(FakeTandem(lambda number: Behaviour(refuse=number >= 4)))
+    status, output, _ = bench("--address", server.address, "--rate", "inf", "--num-requests", "3")
     assert status == 1
     assert "0 ok, 0 failed, 3 refused" in output
 
@@ -230,52 +237,50 @@ async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None
     assert "PARTIAL, stopped: Ctrl-C; nothing was measured" in output.decode()
 
 
-async def test_the_limit_on_concurrency_reaches_the_load() -> None:
-    async with FakeTandem(Behaviour(first_s=0.02)) as server:
-        status, output, errors = await bench(
-            "--address",
-            server.address,
-            "--rate",
-            "inf",
-            "--num-requests",
-            "12",
-            "--max-concurrency",
-            "2",
-            "--warm-up",
-            "1",
-        )
+def test_the_limit_on_concurrency_reaches_the_load(serve: Serve) -> None:
+    server = serve(FakeTandem(Behaviour(first_s=0.02)))
+    status, output, errors = bench(
+        "--address",
+        server.address,
+        "--rate",
+        "inf",
+        "--num-requests",
+        "12",
+        "--max-concurrency",
+        "2",
+        "--warm-up",
+        "1",
+    )
     assert status == 0, errors
     assert server.max_in_flight == 2
     assert "delayed by the concurrency limit: 10 of 12 requests" in output
 
 
-async def test_a_trace_is_replayed(tmp_path: Path) -> None:
+def test_a_trace_is_replayed(serve: Serve, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     rows = ("2023-11-16 18:00:00,30,2", "2023-11-16 18:00:01,40,3", "2023-11-16 18:00:02,5000,3")
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     replay = ("--trace", str(trace), "--speed", "20", "--warm-up", "0")
-    async with FakeTandem() as server:
-        status, _, errors = await bench("--address", server.address, *replay)
-        assert (status, server.num_requests) == (2, 0)
-        assert "5000 + 3 tokens" in errors
-        status, output, errors = await bench(
-            "--address", server.address, *replay, "--max-prompt-len", "50", "--too-long", "skip"
-        )
+    server = serve(FakeTandem())
+    status, _, errors = bench("--address", server.address, *replay)
+    assert (status, server.num_requests) == (2, 0)
+    assert "5000 + 3 tokens" in errors
+    status, output, errors = bench("--address", server.address, *replay, "--max-prompt-len", "50", "--too-long", "skip")
     assert status == 0, errors
     assert "2 of 3 rows, 1 skipped as too long" in output
     assert sorted(len(prompt) for prompt in server.prompts) == [30, 40], "50 ms apart: a busy machine swaps them"
 
 
-async def test_a_later_rate_without_requests_is_found_before_anything_is_sent() -> None:
-    async with FakeTandem() as server:
-        status, _, errors = await bench("--address", server.address, "--rate", "50,0.001", "--duration", "0.2")
+def test_a_later_rate_without_requests_is_found_before_anything_is_sent(serve: Serve) -> None:
+    server = serve(FakeTandem())
+    status, _, errors = bench("--address", server.address, "--rate", "50,0.001", "--duration", "0.2")
     assert (status, server.num_requests) == (2, 0)
     assert "no request is due" in errors
 
 
-async def test_an_unknown_vocabulary_must_be_given() -> None:
-    async with FakeOpenAI() as server:
-        status, _, errors = await bench("--url", server.url)
+def test_an_unknown_vocabulary_must_be_given(serve: Serve) -> None:
+    server = serve(FakeOpenAI())
+    status, _, errors = bench("--url", server.url)
     assert status == 2
     assert "--tokenizer FOLDER" in errors
     assert "--vocab-size N" in errors
