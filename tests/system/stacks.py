@@ -213,10 +213,11 @@ def started(
     ranks: Mapping[str, Ranks] | None = None,
     instance_args: tuple[str, ...] = (),
     router_args: tuple[str, ...] = (),
+    env: Mapping[str, Mapping[str, str]] | None = None,
     **fields: Any,
 ) -> Iterator[Stack]:
     """A stack of `size` instances per role, float32, every request handed over unless `fields` say otherwise; warm.
-    `ranks` by instance where there are several."""
+    `ranks` by instance where there are several; `env` of the router, or of all processes as "*"."""
     with CONNECTORS[connector](model.folder) as backing:
         defaults: dict[str, Any] = {
             "model_name": "lively",
@@ -242,7 +243,7 @@ def started(
             settings,
             failpoints={name: _FAILPOINTS[name.partition("-")[0]] for name in names} if failpoints else {},
             faults=faults,
-            env={name: {**backing.env, **_sizes((ranks or {}).get(name, (1, 1)))} for name in names},
+            env={**(env or {}), **{name: {**backing.env, **_sizes((ranks or {}).get(name, (1, 1)))} for name in names}},
         )
         rig.start()
         try:
@@ -286,7 +287,9 @@ def killable(model: Model, connector: str) -> AbstractContextManager[Stack]:
 
 
 def tight(model: Model) -> AbstractContextManager[Stack]:
-    """A decode pool with room for one long request, slow enough that it outlasts another one's reservation."""
+    """A decode pool with room for one long request, slow enough that it outlasts another one's reservation. It writes
+    the spans of all requests to a file."""
+    spans = {"TANDEM_TRACING__FILE": str(model.folder / "spans.jsonl"), "OTEL_BSP_SCHEDULE_DELAY": "100"}
     return started(
         model,
         num_blocks=128,
@@ -298,6 +301,7 @@ def tight(model: Model) -> AbstractContextManager[Stack]:
         ),
         failpoints=False,
         faults={"decode-0": "engine.step=sleep:0.02"},
+        env={"*": spans, "router": {"TANDEM_LOG__FORMAT": "json"}},
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,18 +18,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.grpc_calls import blocking_stub
-from tests.lively import checkpoint, random_prompt, rig_settings
-from tests.system.checker import wait_idle
+from tests.lively import random_prompt
 from tests.system.rig import Rig
+from tests.system.stacks import Stack, on_stack
+from tests.waiting import wait_until
 
-__all__ = ["checkpoint"]
-
+pytestmark = on_stack("tight")
 TOLERANCE_MS = 2.0
 NUM_REQUESTS = 24
 TO_FIRST_TOKEN = ["router.validate", "router.queue", "router.pick", "router.reserve", "router.prefill"]
 AFTER = ["router.hand_over", "router.decode"]
 PREFILL = ["prefill.compute", "kv.hold"]
 DECODE = ["decode.wait", "decode.generate", "kv.transfer", "kv.reserve", "kv.load", "kv.release"]
+SERVICES = {
+    **dict.fromkeys(["router.generate", *TO_FIRST_TOKEN, *AFTER], "tandem-router"),
+    **dict.fromkeys(PREFILL, "tandem-prefill"),
+    **dict.fromkeys(DECODE, "tandem-decode"),
+}
+"""Every span of a request, and the service that writes it."""
 
 
 @dataclass(frozen=True)
@@ -111,40 +118,38 @@ def log_lines(rig: Rig) -> dict[str, dict[str, Any]]:
     return {line["request_id"]: line["fields"] for line in lines}
 
 
+def spans_of(rig: Rig, trace_ids: Collection[str]) -> dict[str, dict[str, Span]]:
+    """Those in the file, by trace and name."""
+    file = Path(rig.stack.processes["router"].spec.env["TANDEM_TRACING__FILE"])
+    traces: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in trace_ids}
+    for line in file.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue  # the last one is not written in full yet
+        trace_id, span = Span.of(line)
+        if (spans := traces.get(trace_id[2:])) is not None:  # a request of this module
+            assert span.name not in spans, "a second span of that name"
+            spans[span.name] = span
+    return traces
+
+
 @pytest.fixture(scope="module")
-def traced(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Traced]:
-    file = tmp_path_factory.mktemp("traces") / "spans.jsonl"
-    environment = {"TANDEM_TRACING__FILE": str(file)}
-    members = {
-        "router": environment | {"TANDEM_LOG__FORMAT": "json"},
-        "prefill-0": environment,
-        "decode-0": environment,
-    }
-    rig = Rig(rig_settings(checkpoint), env=members)
-    rig.start()
-    try:
-        ttfts_ms = ask(rig.address)
-        wait_idle(rig, 20)
-        fields = log_lines(rig)
-    finally:
-        rig.stop()
-    traces: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in ttfts_ms}
-    for trace_id, span in map(Span.of, file.read_text().splitlines()):
-        assert span.name not in traces[trace_id[2:]], "a second span of that name"
-        traces[trace_id[2:]][span.name] = span
+def traced(shared_stack: Stack) -> list[Traced]:
+    with shared_stack.leaves_nothing():
+        ttfts_ms = ask(shared_stack.rig.address)
+    fields = log_lines(shared_stack.rig)
+    wait_until(
+        lambda: all(len(spans) == len(SERVICES) for spans in spans_of(shared_stack.rig, ttfts_ms).values()),
+        lambda: f"spans are missing: {spans_of(shared_stack.rig, ttfts_ms)}",
+    )
     return [
         Traced(*ttfts_ms[name], fields[name]["first_token_ms"] - fields[name]["received_ms"], spans)
-        for name, spans in traces.items()
+        for name, spans in spans_of(shared_stack.rig, ttfts_ms).items()
     ]
 
 
 def test_every_stage_is_there_and_comes_from_where_it_happens(traced: list[Traced]) -> None:
-    router = ["router.generate", *TO_FIRST_TOKEN, *AFTER]
-    where = {"tandem-router": router, "tandem-prefill": PREFILL, "tandem-decode": DECODE}
     for one in traced:
-        assert {name: span.service for name, span in one.spans.items()} == {
-            name: service for service, names in where.items() for name in names
-        }
+        assert {name: span.service for name, span in one.spans.items()} == SERVICES
 
 
 def test_each_stage_of_the_router_begins_where_the_last_one_ended(traced: list[Traced]) -> None:
