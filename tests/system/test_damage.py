@@ -22,10 +22,14 @@ from tests.waiting import wait_until
 NUM_PAGES = 7
 """The last one is the unfilled tail."""
 LENGTH = (NUM_PAGES - 1) * BLOCK_SIZE + 5
+QUICK = ("payload bit", "all gone")
+"""In each run. tests/kv_transfer/stores has all kinds in each run, over each store and between two engine cores."""
 
 
 @on("shared_storage", "redis", names=STORES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DAMAGES]
+)
 def test_damage_costs_a_recompute_and_never_a_token(stack: Stack, prompts: random.Random, damage: str) -> None:
     pages = stack.pages
     assert pages is not None
