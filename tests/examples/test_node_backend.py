@@ -24,21 +24,21 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_fakes_tokenizer, write_model_folder
 from tests.fakes.tokens import text_of, token_at
 from tests.router.conftest import Run
-from tests.router.rig import Rig, running, settings_of, slow
+from tests.router.rig import running, settings_of, slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples/node-backend"
 
 
 @asynccontextmanager
-async def backend(rig: Rig, **env: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The example as a process, and a client of it."""
+async def backend(address: str, **env: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The example as a process that calls the router at `address`, and a client of it."""
     installed = EXAMPLE / "node_modules/@grpc/grpc-js"
     assert installed.is_dir(), "the example's packages are missing: cd examples/node-backend && npm ci"
     process = await asyncio.create_subprocess_exec(
         "node",
         "server.js",
         cwd=EXAMPLE,
-        env={**os.environ, "TANDEM_ADDRESS": rig.app.address, "PORT": "0", **env},
+        env={**os.environ, "TANDEM_ADDRESS": address, "PORT": "0", **env},
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -63,7 +63,7 @@ def expected_text(fake: FakeInstance, num_tokens: int) -> str:
 
 async def test_an_answer_is_passed_on_as_it_is_written(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.008))
-    async with run(prefill=0, decode=[decode]) as rig, backend(rig) as client:
+    async with run(prefill=0, decode=[decode]) as rig, backend(rig.app.address) as client:
         async with client.stream("POST", "/ask", content="Who lives here?") as response:
             assert response.status_code == 200
             pieces = [piece async for piece in response.aiter_text()]
@@ -74,7 +74,7 @@ async def test_an_answer_is_passed_on_as_it_is_written(run: Run) -> None:
 
 async def test_a_reader_that_hangs_up_ends_the_request(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05))
-    async with run(prefill=0, decode=[decode]) as rig, backend(rig) as client:
+    async with run(prefill=0, decode=[decode]) as rig, backend(rig.app.address) as client:
         async with client.stream("POST", "/ask", content="hi") as response:
             await anext(response.aiter_text())
         await decode.until("decode cancelled")
@@ -86,14 +86,14 @@ async def test_a_reader_that_hangs_up_ends_the_request(run: Run) -> None:
 
 async def test_the_deadline_is_kept(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=Behaviour(prefill_s=60.0))
-    async with run(prefill=0, decode=[decode]) as rig, backend(rig, DEADLINE_MS="500") as client:
+    async with run(prefill=0, decode=[decode]) as rig, backend(rig.app.address, DEADLINE_MS="500") as client:
         response = await client.post("/ask", content="hi")
         assert response.status_code == 504
         await rig.until_idle()
 
 
 async def test_it_comes_again_when_nobody_was_there(run: Run) -> None:
-    async with run(prefill=0) as rig, backend(rig) as client:
+    async with run(prefill=0) as rig, backend(rig.app.address) as client:
         [decode] = rig.decode
         await decode.kill()
         await rig.until_ready(num_decode=0)
@@ -109,7 +109,7 @@ async def test_it_comes_again_when_nobody_was_there(run: Run) -> None:
 
 
 async def test_a_question_that_is_too_long_is_rejected_and_its_connection_serves_the_next(run: Run) -> None:
-    async with run(prefill=0) as rig, backend(rig) as client:
+    async with run(prefill=0) as rig, backend(rig.app.address) as client:
         response = await client.post("/ask", content="x" * 1_000_000)
         assert (response.status_code, response.text) == (413, "the question is too long\n")
         async with asyncio.timeout(20):
@@ -118,7 +118,7 @@ async def test_a_question_that_is_too_long_is_rejected_and_its_connection_serves
 
 
 async def test_a_wrong_request_is_not_tried_again(run: Run) -> None:
-    async with run(prefill=0) as rig, backend(rig) as client:
+    async with run(prefill=0) as rig, backend(rig.app.address) as client:
         response = await client.post("/ask", content="x" * 5000)
         assert response.status_code == 400
         assert "limit 4095" in response.text
@@ -130,7 +130,7 @@ async def test_a_stream_whose_router_ends_goes_on_at_its_successor(tmp_path: Pat
     write_fakes_tokenizer(folder)
     model = ServedModel.from_folder(folder, "fake")
     decode = FakeInstance("decode", behaviour=slow(0.02))
-    async with running(model, folder, prefill=0, decode=[decode]) as rig, backend(rig) as client:
+    async with running(model, folder, prefill=0, decode=[decode]) as rig, backend(rig.app.address) as client:
         async with client.stream("POST", "/ask", content="Who lives here?") as response:
             pieces = response.aiter_text()
             text = await anext(pieces)
@@ -182,60 +182,60 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(run: Run, router: ScriptedRouter, **env: str) -> AsyncIterator[httpx.AsyncClient]:
+async def scripted(router: ScriptedRouter, **env: str) -> AsyncIterator[httpx.AsyncClient]:
     """The backend, with `router` in place of a real one."""
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(router, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
-        async with run(prefill=0) as rig, backend(rig, TANDEM_ADDRESS=address, **env) as client:
+        async with backend(address, **env) as client:
             yield client
     finally:
         await server.stop(None)
 
 
 @pytest.mark.parametrize("end", [LOST, RESET])
-async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(run: Run, end: str) -> None:
+async def test_a_connection_that_breaks_behind_the_answer_costs_nothing(end: str) -> None:
     router = ScriptedRouter((3, end))
-    async with scripted(run, router) as client:
+    async with scripted(router) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 1
 
 
 @pytest.mark.parametrize("status", [Overloaded("the router is full", 0.01), Unavailable("no instance", 0.01)])
-async def test_a_stream_that_broke_asks_again_until_a_router_has_room(run: Run, status: ServiceError) -> None:
+async def test_a_stream_that_broke_asks_again_until_a_router_has_room(status: ServiceError) -> None:
     router = ScriptedRouter((1, LOST), *[(0, status)] * 6, (2, None))
-    async with scripted(run, router) as client:
+    async with scripted(router) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 8
 
 
-async def test_a_stream_that_a_proxy_resets_goes_on(run: Run) -> None:
+async def test_a_stream_that_a_proxy_resets_goes_on() -> None:
     router = ScriptedRouter((1, RESET), (0, RESET), (2, None))
-    async with scripted(run, router) as client:
+    async with scripted(router) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 3
 
 
-async def test_an_internal_error_of_a_router_is_final(run: Run) -> None:
+async def test_an_internal_error_of_a_router_is_final() -> None:
     router = ScriptedRouter((1, InternalError("a fault")), (2, None))
-    async with scripted(run, router) as client:
+    async with scripted(router) as client:
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post("/ask", content="hi")
     assert router.num_calls == 1
 
 
 @pytest.mark.parametrize("end", [CutOff("the router ended", 0.01), LOST])
-async def test_each_router_that_dies_counts_as_a_resumption(run: Run, end: str | ServiceError) -> None:
+async def test_each_router_that_dies_counts_as_a_resumption(end: str | ServiceError) -> None:
     router = ScriptedRouter((1, LOST), (0, end))
-    async with scripted(run, router) as client:
+    async with scripted(router) as client:
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post("/ask", content="hi")
     assert router.num_calls == 4
 
 
-async def test_a_router_that_dies_after_long_silence_starts_the_wait_anew(run: Run, tmp_path: Path) -> None:
+async def test_a_router_that_dies_after_long_silence_starts_the_wait_anew(tmp_path: Path) -> None:
     """The process's clock jumps while the second router has the stream."""
     jumped, clock = tmp_path / "jumped", tmp_path / "clock.mjs"
     clock.write_text(
@@ -253,6 +253,6 @@ async def test_a_router_that_dies_after_long_silence_starts_the_wait_anew(run: R
 
     router.before_end = jump
     env = {"NODE_OPTIONS": f"--import={clock}", "JUMPED": str(jumped), "DEADLINE_MS": "600000"}
-    async with scripted(run, router, **env) as client:
+    async with scripted(router, **env) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 9
