@@ -8,15 +8,12 @@ and near-ties are rare.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-
-from engine.attention.backend import AttentionMetadata
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -148,32 +145,3 @@ def _dequantised(weight: torch.Tensor, quantization: str) -> torch.Tensor:
             parts.append((part / step).round().clamp(lowest, highest) * step)
         rows.append(torch.cat(parts))
     return torch.stack(rows)
-
-
-def paged_step(
-    requests: Sequence[tuple[int, int]], *, block_size: int, seed: int = 0
-) -> tuple[AttentionMetadata, torch.Tensor, int]:
-    """A step of `requests`, each (query_len, seq_len), over shuffled blocks: metadata, positions, number of blocks.
-
-    The same seq_lens rounded up to blocks and the same seed give the same block tables.
-    """
-    blocks = [-(-seq_len // block_size) for _, seq_len in requests]
-    shuffled = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
-    tables = torch.zeros(len(requests), max(blocks), dtype=torch.int32)
-    starts, slots, positions = [0], [], []
-    for index, (query_len, seq_len) in enumerate(requests):
-        table = [shuffled.pop() for _ in range(blocks[index])]
-        tables[index, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        own = range(seq_len - query_len, seq_len)
-        slots += [table[position // block_size] * block_size + position % block_size for position in own]
-        positions += own
-        starts.append(starts[-1] + query_len)
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor([seq_len for _, seq_len in requests], dtype=torch.int32),
-        block_tables=tables,
-        slot_mapping=torch.tensor(slots),
-        max_query_len=max(query_len for query_len, _ in requests),
-        max_seq_len=max(seq_len for _, seq_len in requests),
-    )
-    return metadata, torch.tensor(positions), sum(blocks) + 2

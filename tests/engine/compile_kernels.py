@@ -22,7 +22,7 @@ from engine.attention.triton_attention import TritonAttention
 from engine.models import triton_elementwise
 from engine.models.elementwise import HeadNorm, HeadShape
 from engine.sampling import triton_sampler
-from tests.builders import paged_step
+from tests.engine.attention.paged_step import paged_step
 from tests.engine.attention.paged_tensors import paged_tensors
 
 _TYPES = {

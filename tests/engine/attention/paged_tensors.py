@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from engine.attention.backend import AttentionMetadata
-from tests.builders import paged_step
+from tests.engine.attention.paged_step import paged_step
 
 NUM_LAYERS = 3
 

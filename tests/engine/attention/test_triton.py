@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.attention.backend import AttentionMetadata
 from engine.attention.reference import ReferenceAttention
-from tests.builders import paged_step
+from tests.engine.attention.paged_step import paged_step
 from tests.engine.attention.paged_tensors import paged_tensors, step_behind_windows
 
 if not torch.cuda.is_available():

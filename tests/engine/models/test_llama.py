@@ -15,7 +15,8 @@ from engine.models import load_model
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, PackedLinear, make_linear
 from engine.models.llama import LlamaModel
-from tests.builders import lively_checkpoint, paged_step
+from tests.builders import lively_checkpoint
+from tests.engine.attention.paged_step import paged_step
 
 BLOCK_SIZE = 16
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 128}

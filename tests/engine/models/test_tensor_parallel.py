@@ -14,7 +14,8 @@ from engine.executor.worker import rank_view
 from engine.models import Decoder, load_model
 from engine.models.config import ModelConfig
 from engine.partition import Part
-from tests.builders import lively_checkpoint, paged_step
+from tests.builders import lively_checkpoint
+from tests.engine.attention.paged_step import paged_step
 from tests.engine.rank_threads import on_all_parts
 
 

@@ -18,7 +18,8 @@ from engine.models import load_model
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaModel
 from engine.models.weights import DummyWeights
-from tests.builders import lively_checkpoint, paged_step
+from tests.builders import lively_checkpoint
+from tests.engine.attention.paged_step import paged_step
 
 CPU = torch.device("cpu")
 PROMPT = torch.arange(40, 64)
