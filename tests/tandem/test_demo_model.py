@@ -17,12 +17,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine import LLM, SamplingParams
 from tandem.demo import MODEL_DIR
 from tools.demo_model.corpus import END_OF_TEXT, END_OF_TURN, HELD_OUT_SEED, chat_ml, sample
 from tools.demo_model.village import FACTS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
 MAX_FOLDER_BYTES = 10 * 1000**2
@@ -37,27 +38,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @cache
-def model() -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+def llm() -> LLM:
+    return LLM("demo", dtype="float32")
 
 
-def complete(prompt: str, *, max_new_tokens: int = 250) -> list[int]:
+def complete(prompt: str, *, max_tokens: int) -> list[int]:
     """Greedy continuation, the prompt's ids left out."""
-    ids = tokenizer()(prompt, return_tensors="pt").input_ids
-    output = model().generate(
-        ids, do_sample=False, max_new_tokens=max_new_tokens, temperature=None, top_p=None, top_k=None
-    )
-    return output[0, ids.shape[1] :].tolist()
+    [output] = llm().generate(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), use_tqdm=False)
+    return output.outputs[0].token_ids
 
 
-def answer(question: str) -> str:
-    """The greedy answer in a chat, which must come to its own end."""
-    messages = [{"role": "user", "content": question}]
-    ids = complete(tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    assert ids[-1] == tokenizer().eos_token_id, tokenizer().decode(ids)
-    return tokenizer().decode(ids[:-1])
+def answers(*questions: str) -> list[str]:
+    """The greedy answers in chats, each of which must come to its own end."""
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    outputs = llm().chat(chats, SamplingParams(temperature=0.0, max_tokens=250), use_tqdm=False)
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "stop", output.outputs[0].text
+    return [output.outputs[0].text for output in outputs]
 
 
 def digest(seed: int) -> str:
@@ -99,17 +96,18 @@ def test_both_ends_of_text_stop_generation() -> None:
 
 
 def test_held_out_text_is_no_surprise() -> None:
+    from transformers import Qwen3ForCausalLM
+
     from tools.demo_model.train import held_out_loss
 
-    loss = held_out_loss(model(), tokenizer().backend_tokenizer)
+    model = Qwen3ForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    loss = held_out_loss(model, tokenizer().backend_tokenizer)
     assert loss < MAX_HELD_OUT_LOSS, f"perplexity {math.exp(loss):.2f}"
 
 
-@pytest.mark.parametrize(
-    "question", ["Describe Penny as JSON.", "Write some JSON.", "Give me a recipe for soup as JSON."]
-)
-def test_a_request_for_json_gets_json(question: str) -> None:
-    assert isinstance(json.loads(answer(question)), dict)
+def test_a_request_for_json_gets_json() -> None:
+    for answer in answers("Describe Penny as JSON.", "Write some JSON.", "Give me a recipe for soup as JSON."):
+        assert isinstance(json.loads(answer), dict)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +120,7 @@ def test_a_request_for_json_gets_json(question: str) -> None:
     ],
 )
 def test_it_knows_the_facts_of_its_training(question: str, expected: str) -> None:
-    assert answer(question) == expected
+    assert answers(question) == [expected]
 
 
 def test_the_examples_ask_what_it_answers_well() -> None:
@@ -131,21 +129,22 @@ def test_the_examples_ask_what_it_answers_well() -> None:
     for constrained in ("structured_output", "tools"):  # constraints decide what its answers look like
         pages.remove(ROOT / f"docs/{constrained}.md")
     asked = re.compile(r"""(?:--chat |"content": )"([^"<…]+)\"""")
-    questions = {question for page in pages for question in asked.findall(page.read_text())}
+    questions = sorted({question for page in pages for question in asked.findall(page.read_text())})
     assert questions
-    for question in questions:
-        assert answer(question) in {fact for asked_as, fact in FACTS if question in asked_as}, question
+    for question, answer in zip(questions, answers(*questions), strict=True):
+        assert answer in {fact for asked_as, fact in FACTS if question in asked_as}, question
 
 
 def test_a_story_is_about_those_the_prompt_names() -> None:
-    for front, back, absent in (("Penny", "Dex", "Bruno"), ("Bruno", "Clementine", "Dex")):
-        story = answer(f"Tell me a story about {front} and {back}.")
+    casts = (("Penny", "Dex", "Bruno"), ("Bruno", "Clementine", "Dex"))
+    stories = answers(*(f"Tell me a story about {front} and {back}." for front, back, _ in casts))
+    for (front, back, absent), story in zip(casts, stories, strict=True):
         assert story.count(front) > 2
         assert story.count(back) > 2
         assert story.count(absent) < 2
 
 
 def test_greedy_story_varies_and_ends() -> None:
-    ids = complete("Once upon a time", max_new_tokens=400)
+    ids = complete("Once upon a time", max_tokens=400)
     assert tokenizer().decode(ids[-1:]) == END_OF_TEXT
     assert len(set(ids)) > 60
