@@ -59,6 +59,8 @@ class Killed(Fault):
 
 
 class Frozen(Fault):
+    """Accepts connections and answers nothing."""
+
     def begin(self, server: RedisServer) -> None:
         server.freeze()
 
@@ -74,14 +76,6 @@ class Paused(Fault):
 
     def end(self, server: RedisServer) -> None:
         server.run("CLIENT", "UNPAUSE")
-
-
-class PausedAltogether(Paused):
-    def begin(self, server: RedisServer) -> None:
-        server.run("CLIENT", "PAUSE", 1_200, "ALL")
-
-    def end(self, server: RedisServer) -> None:
-        time.sleep(1.3)  # UNPAUSE would wait as well
 
 
 class Full(Fault):
@@ -155,7 +149,7 @@ class LockedOut(Fault):
 
 @pytest.mark.parametrize(
     "fault",
-    [Killed, Frozen, Paused, PausedAltogether, Full, ReadOnly, Emptied, Crowded, LockedOut],
+    [Killed, Frozen, Paused, Full, ReadOnly, Emptied, Crowded, LockedOut],
 )
 def test_no_request_fails_whatever_happens_to_redis(
     own_server: RedisServer, caplog: pytest.LogCaptureFixture, fault: type[Fault]
