@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -28,6 +27,7 @@ from tests.certificates import Files, files_of, replace
 from tests.channels import PATIENT
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, TIMEOUT_S, Rig, request_of, slow
+from tests.waiting import until
 
 ALICE, BOB, OPERATOR = "alices-token", "bobs-token", "operators-token"
 
@@ -198,9 +198,11 @@ async def test_with_tls_and_tokens_operators_need_the_token_alone(run: Run, tmp_
         assert await listed(rig, files, with_certificate=True) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_router_with_tls_rejects_instances_without(run: Run, tmp_path: Path) -> None:
+async def test_a_router_with_tls_rejects_instances_without(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with secured(run, files_of(tmp_path, "router", StackCa())) as rig:
-        await asyncio.sleep(0.5)
+        await until(lambda: "decode is out: " in caplog.text)  # it has tried
         assert rig.app.pools.decode.num_ready() == 0
         assert not rig.decode[0].num_watches
 
