@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import redis
 import torch
 from click.testing import CliRunner
 
@@ -31,6 +32,7 @@ from tandem.cli import main
 from tandem.commands.bench.transfer import _interruptible
 from tandem.connectors import ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
+from tests.waiting import wait_until
 
 SMALL = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "3"]
 FINGERPRINT = bytes(range(32))
@@ -159,14 +161,14 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
-        # STEP wait until server and holder are there, and let some rounds pass
+        # STEP wait until server and holder are there, and rounds pass
         parent, started_s = psutil.Process(process.pid), time.monotonic()
-        while len(parent.children()) < 2:
-            assert time.monotonic() < started_s + 90
-            assert process.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: len(parent.children()) >= 2, within_s=90)
         start_s = time.monotonic() - started_s
-        time.sleep(1.5)
+        [its_redis] = [child for child in parent.children() if "redis" in child.name()]
+        [listening] = [one for one in its_redis.net_connections() if one.status == psutil.CONN_LISTEN]
+        with redis.Redis(port=listening.laddr.port) as server:
+            wait_until(lambda: server.info("stats")["keyspace_hits"] > 100)
         children = parent.children(recursive=True)
         # STEP end it
         process.send_signal(number)
