@@ -6,10 +6,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.config import EngineConfig
 from engine.core.messages import EngineRequest, KVProgress, LoadedEvent, RemoteKV, Seed, TokensEvent
@@ -293,4 +294,9 @@ def test_each_block_of_a_late_load_is_counted() -> None:
 
 
 TestReading = Reading.TestCase
-TestReading.settings = settings(max_examples=60, stateful_step_count=40)
+TestReading.settings = settings(max_examples=15, stateful_step_count=40)
+
+
+@pytest.mark.slow
+def test_reading_at_length() -> None:
+    run_state_machine_as_test(Reading, settings=settings(max_examples=300, stateful_step_count=60))
