@@ -189,6 +189,7 @@ class EngineCore:
         self._apply_io()
         self.scheduler.take_compiled(self._started)
         self.scheduler.expire(self._started)
+        self._grammars.keep({request.grammar for request in self.scheduler.compiling.values()})
         self._output = self.scheduler.schedule()
         self._connector.start_io()
         self.idle = not self._output.scheduled

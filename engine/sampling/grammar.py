@@ -1,7 +1,8 @@
 """Compiled constraints, and the masks that they put on the next tokens of requests. The library is xgrammar.
 
-    Constraint ─▶ compiling, on a thread ─▶ compiled, cached by content ─▶ a matcher per request ─▶ a mask per token
-                                └─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
+    Constraint ─▶ queued ─▶ compiling, on a thread ─▶ compiled, cached ─▶ a matcher per request ─▶ a mask per token
+                    │           └─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
+                    └─no request waits for it─▶ cancelled
 
 The state of a matcher is a pure function of the request's output ids: a request that was preempted, handed over or
 resumed elsewhere advances a new matcher over the ids emitted so far. xgrammar is imported by the first constraint.
@@ -16,7 +17,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,16 +84,27 @@ class GrammarCompiler:
         num_threads = max(1, min(_MAX_THREADS, useful_threads() - 1))  # a core is left to the steps
         self._threads = ThreadPoolExecutor(num_threads, "grammar", _prepare_thread, (self._library,))
         self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
+        self._pending: dict[Constraint, CompiledGrammar] = {}
+        """Of the cache, those that were not compiled yet at the last `keep`."""
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
         """The grammar of `constraint`, at once if it is cached. Its exception is InvalidRequest."""
         found = self._cache.get(constraint)
         if found is None or (found.done() and found.exception() is not None):
             self._drop_oldest()
-            found = self._cache[constraint] = self._threads.submit(self._library.compile, constraint)
+            found = self._threads.submit(self._library.compile, constraint)
+            self._cache[constraint] = self._pending[constraint] = found
             found.add_done_callback(lambda _: self._wake())
         self._cache.move_to_end(constraint)
         return found
+
+    def keep(self, wanted: Container[object]) -> None:
+        """Cancel the compilations that have not begun and are not `wanted`."""
+        for constraint, grammar in list(self._pending.items()):
+            if grammar.done() or (grammar not in wanted and grammar.cancel()):
+                del self._pending[constraint]
+                if grammar.cancelled():
+                    del self._cache[constraint]
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -373,7 +374,7 @@ class Gate:
 
 def test_a_request_waits_for_its_grammar_and_others_do_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
-    grammar = core._grammars.compiled(Constraint("regex", "ab"))
+    grammar = core._grammars.compiled(Constraint("regex", "ab")).result()
     gate = Gate(monkeypatch)
     waiting = SamplingParams(regex="ab", max_tokens=4)
     for request_id, params in (("waits", waiting), ("aborted", waiting), ("runs", SamplingParams(max_tokens=3))):
@@ -383,7 +384,7 @@ def test_a_request_waits_for_its_grammar_and_others_do_not(checkpoint: Path, mon
     assert core.load.num_waiting == 2
     core.handle(AbortRequests(["aborted"]))
     assert core.load.num_waiting == 1
-    gate.future.set_result(grammar.result())
+    gate.future.set_result(grammar)
     assert gathered(core, 1).keys() == {"waits"}
     core.shutdown()
 
@@ -398,6 +399,49 @@ def test_a_request_whose_grammar_takes_too_long_ends(checkpoint: Path, monkeypat
     assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
     assert core.load.num_waiting == 0
     core.shutdown()
+
+
+def test_constraints_that_no_request_waits_for_are_not_compiled(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    compile_now, compiled = core._grammars._library.compile, list[str]()
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def compile_when_released(constraint: Constraint) -> Any:
+        begun.release()
+        assert release.wait(60)
+        compiled.append(constraint.source)
+        return compile_now(constraint)
+
+    monkeypatch.setattr(core._grammars._library, "compile", compile_when_released)
+    busy = [f"b{number}" for number in range(core._grammars._threads._max_workers)]
+
+    def add(request_id: str, regex: str) -> None:
+        params = SamplingParams(regex=regex, max_tokens=4)
+        spec = EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
+        core.handle(AddRequest(spec))
+
+    try:
+        for regex in busy:
+            add(regex, regex)
+        for _ in busy:
+            assert begun.acquire(timeout=60)
+        for request_id, regex in (("left", "a1"), ("too", "a1"), ("stays", "a2"), ("one", "a3"), ("other", "a3")):
+            add(request_id, regex)
+        core.handle(AbortRequests(["left", "too", "one"]))
+        core.step()
+        add("again", "a1")
+        core.handle(AbortRequests(["again"]))
+        core.step()
+        release.set()
+        assert gathered(core, len(busy) + 2).keys() == {*busy, "stays", "other"}
+        assert sorted(compiled) == sorted([*busy, "a2", "a3"])
+        add("again", "a1")
+        assert gathered(core, 1).keys() == {"again"}
+    finally:
+        release.set()
+        core.shutdown()
 
 
 def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
