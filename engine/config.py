@@ -89,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_held_fraction: float = 0.5
     """Fraction of the blocks that transfers may hold before new hand-over requests wait."""
     grammar_s: float = 60.0
-    """How long a request may wait until its constraint is compiled."""
+    """How long a request may wait until its constraint is compiled; then it ends with an error."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
     process_setup: str = ""
     """`module:function` that the core's process calls first, to set up logging."""

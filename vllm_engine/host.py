@@ -50,11 +50,12 @@ from engine.core.messages import (
 )
 from engine.errors import EngineError, InvalidRequest
 from engine.identity import compute_identity
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.constraints import Constraint
 from engine.sampling.params import SamplingParams
 from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.failures import FailedRequests
+from vllm_engine.grammars import HostGrammars
 from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
 from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import tokens_event, vllm_input, vllm_params
@@ -81,8 +82,7 @@ async def serve(config: EngineConfig, address: str) -> None:
         socket.set(zmq.LINGER, 1000)
         socket.set_hwm(0)
         socket.connect(address)
-        grammars = GrammarCompiler(Path(config.model), info.vocab_size, lambda: None)
-        host = Host(engine, socket, meter, failed, grammars, link=link, info=info)
+        host = Host(engine, socket, meter, failed, link=link, info=info, grammar_s=config.grammar_s)
         host.send(info)
         await host.serve()
         socket.close()
@@ -135,6 +135,7 @@ class _Running:
     task: asyncio.Task[None] | None = None
     has_token: bool = False
     load: _Load | None = None
+    constraint: Constraint | None = None
 
 
 class Host:
@@ -146,16 +147,16 @@ class Host:
         socket: zmq.asyncio.Socket,
         meter: LoadMeter,
         failed: FailedRequests,
-        grammars: GrammarCompiler,
         *,
         link: KVLink,
         info: EngineInfo,
+        grammar_s: float,
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._meter = meter
         self._failed = failed
-        self._grammars = grammars
+        self._grammars = HostGrammars(engine, grammar_s, self._constraints, self._interrupt)
         self._link = link
         self._info = info
         self._has_connector = info.kv_connector != "null"
@@ -244,10 +245,9 @@ class Host:
                 raise InvalidRequest(
                     "transfer", "this instance's vLLM has no KV connector", "requests without a transfer"
                 )
-            if (constraint := request.params.constraint) is not None:
-                # Compiled here, because the worker's compiler cannot answer an error. Equal constraints share a future:
-                # a request that is cancelled must not cancel it.
-                await asyncio.shield(asyncio.wrap_future(self._grammars.compiled(constraint)))
+            running.constraint = request.params.constraint
+            if running.constraint and (failure := await self._grammars.compile(running.constraint)):
+                return self._fail(request, *failure)
             await self._generate(running, request)
         except InvalidRequest as error:
             self._fail(request, str(error), "invalid_constraint")
@@ -257,6 +257,9 @@ class Host:
             self._fail(request, f"vLLM gave up the request: {error.__cause__ or error}", None)
         finally:
             self._forget_unless_resubmitted(running, asyncio.current_task())
+
+    def _constraints(self) -> set[Constraint]:
+        return {one.constraint for one in self._running.values() if one.constraint is not None}
 
     def _forget_unless_resubmitted(self, running: _Running, task: asyncio.Task[None] | None) -> None:
         if running.task is not task:

@@ -22,10 +22,10 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 
 from engine import failpoints
 from engine.sampling import sampler
-from engine.sampling.grammar import GrammarCompiler
 from engine.scheduling.request import Request
 from vllm_engine.arguments import FOLDER
 from vllm_engine.failures import FailureLog
+from vllm_engine.grammars import worker_grammars
 from vllm_engine.requests import read_sampled_request
 
 
@@ -51,7 +51,7 @@ class PositionSampling(LogitsProcessor):
             sampler.prepare()
         model = vllm_config.model_config
         self._sampler = sampler.TokenSampler()
-        self._grammars = GrammarCompiler(Path(model.model), model.get_vocab_size(), lambda: None)
+        self._grammars = worker_grammars(Path(model.model), model.get_vocab_size())
         self._failures = FailureLog(Path(os.environ[FOLDER]))
         self._rows: dict[int, _Row] = {}
 
@@ -83,6 +83,6 @@ class PositionSampling(LogitsProcessor):
             return None  # vLLM's own, at its start
         spec = sampled.with_tokens(prompt_token_ids)
         constraint = spec.params.constraint
-        grammar = None if constraint is None else self._grammars.compiled(constraint)
+        grammar = None if constraint is None else self._grammars.grammar(constraint)
         spec = msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, logprobs=None))  # vLLM's
         return _Row(Request.from_spec(spec, arrival=0, fingerprint="", grammar=grammar), output_token_ids)

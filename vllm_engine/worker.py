@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from vllm_engine.connector import VllmKVConnector
+from vllm_engine.grammars import worker_grammars
 from vllm_engine.kv_messages import KVSetup
 
 
 class WorkerFacts:
     """Mixed into vLLM's worker class; called by `AsyncLLM.collective_rpc`."""
 
+    model_config: Any
     model_runner: Any
 
     def tandem_facts(self) -> dict[str, Any]:
@@ -33,3 +36,8 @@ class WorkerFacts:
         """`setup`: a KVSetup as msgpack. Returns the connector's name; raises EngineError."""
         connector = cast(VllmKVConnector, get_kv_transfer_group())
         return connector.connect(msgspec.msgpack.decode(setup, type=KVSetup))
+
+    def tandem_compile(self, constraints: bytes) -> list[str | None]:
+        """See WorkerGrammars.compile."""
+        model = self.model_config
+        return worker_grammars(Path(model.model), model.get_vocab_size()).compile(constraints)

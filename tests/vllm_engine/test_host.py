@@ -7,6 +7,7 @@ import importlib
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.core.messages import CoreMessage, EngineLoad, EngineRequest, Outputs, TransferEvent
+from engine.core.messages import CoreMessage, EngineLoad, EngineRequest, Outputs, TokensEvent, TransferEvent
+from engine.errors import InvalidRequest
 from engine.sampling.constraints import Constraint
-from engine.sampling.grammar import GrammarCompiler
 from engine.sampling.params import SamplingParams
 from tests.instance.scripted_core import INFO
 from tests.waiting import until
@@ -62,15 +63,130 @@ def module() -> Iterator[Any]:
 
 
 class _Vllm:
-    """Computes nothing."""
+    """Computes nothing. Its two workers compile what is released."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: Any) -> None:
         self.received: list[str] = []
+        self.release = threading.Event()
+        self.compiled = list[str]()
+        """By the last worker."""
+        self.workers = [grammars.WorkerGrammars(Path(), 100) for _ in range(2)]
+        for number, worker in enumerate(self.workers):
+            worker._compiler._library = SimpleNamespace(compile=partial(self._compile, number), compilers=dict)
+        self.num_threads = self.workers[0]._compiler._threads._max_workers
 
-    async def generate(self, _: object, __: object, request_id: str, **more: Any) -> AsyncIterator[Any]:
+    def _compile(self, number: int, constraint: Constraint) -> Any:
+        assert self.release.wait(60)
+        if constraint.source == "none":
+            raise InvalidRequest("regex", "is none")
+        if number:
+            self.compiled.append(constraint.source)
+        return SimpleNamespace(compiled=SimpleNamespace(memory_size_bytes=1))
+
+    async def collective_rpc(self, method: str, args: tuple[bytes]) -> list[Any]:
+        assert method == "tandem_compile"
+        return [worker.compile(*args) for worker in self.workers]
+
+    async def generate(self, _: object, request: EngineRequest, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        assert request.params.constraint is not None
+        assert all(worker.grammar(request.params.constraint).done() for worker in self.workers)
         self.received.append(request_id)
         for output in ():
             yield output
+
+
+class _Rig:
+    """A host beside `_Vllm`."""
+
+    def __init__(self, module: Any, grammar_s: float) -> None:
+        self.vllm = _Vllm(sys.modules["vllm_engine.grammars"])
+        self.events: list[TokensEvent] = []
+        link = SimpleNamespace(load=None, send=lambda _: None)
+        meter = SimpleNamespace(idle=lambda: None, load=lambda *_: EngineLoad())
+        failed, socket = SimpleNamespace(forget=lambda _: None), SimpleNamespace(send=self._receive)
+        self.host = module.Host(self.vllm, socket, meter, failed, link=link, info=INFO, grammar_s=grammar_s)
+
+    def _receive(self, encoded: bytes) -> None:
+        message = msgspec.msgpack.decode(encoded, type=CoreMessage)
+        assert isinstance(message, Outputs)
+        self.events += [event for event in message.events if isinstance(event, TokensEvent)]
+
+    def add(self, **regexes: str) -> None:
+        for request_id, regex in regexes.items():
+            params = SamplingParams(max_tokens=4, regex=regex)
+            self.host._add(EngineRequest(request_id=request_id, prompt_token_ids=[1], params=params))
+
+    async def queue(self, **regexes: str) -> None:
+        """Returns when the workers have the constraints, of which they compile none yet."""
+        self.add(**regexes)
+        await until(lambda: all(self.is_asked_for(regex) for regex in regexes.values()))
+
+    def is_asked_for(self, regex: str) -> bool:
+        return any(Constraint("regex", regex) in worker._compiler._cache for worker in self.vllm.workers)
+
+
+@pytest.fixture
+def make_rig(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(module, "vllm_input", lambda request: request)
+    monkeypatch.setattr(module, "vllm_params", lambda request: request)
+    rigs: list[_Rig] = []
+
+    def make(grammar_s: float = 60.0) -> _Rig:
+        rigs.append(_Rig(module, grammar_s))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.vllm.release.set()
+        for worker in rig.vllm.workers:
+            worker._compiler.shutdown()
+
+
+async def test_an_abort_cancels_no_other_request_s_constraint(make_rig: Any) -> None:
+    rig = make_rig()
+    host, vllm = rig.host, rig.vllm
+    await rig.queue(**{f"busy{number}": f"a{number}" for number in range(vllm.num_threads)})
+    await rig.queue(left="[a-z]+", stays="[a-z]+")
+    host._cancel("left")
+    await until(lambda: "left" not in host._running)
+    vllm.release.set()
+    await until(lambda: "stays" in vllm.received or "stays" not in host._running)
+    assert "stays" in vllm.received
+    rig.add(next="[0-9]+")
+    await until(lambda: "next" in vllm.received or host._dead.done())
+    assert not host._dead.done()
+    assert "left" not in vllm.received
+
+
+async def test_constraints_that_no_request_waits_for_are_not_compiled(make_rig: Any) -> None:
+    rig = make_rig()
+    busy = {f"busy{number}": f"a{number}" for number in range(rig.vllm.num_threads)}
+    await rig.queue(**busy)
+    await rig.queue(left="[a-z]+")
+    rig.host._cancel("left")
+    await until(lambda: not rig.is_asked_for("[a-z]+"))
+    rig.vllm.release.set()
+    await until(lambda: set(rig.vllm.received) == busy.keys())
+    assert sorted(rig.vllm.compiled) == sorted(busy.values())
+
+
+async def test_a_constraint_without_a_grammar_ends_its_request(make_rig: Any) -> None:
+    rig = make_rig()
+    rig.vllm.release.set()
+    rig.add(fails="none", stays="[a-z]+")
+    await until(lambda: rig.events and "stays" in rig.vllm.received)
+    [event] = rig.events
+    assert (event.request_id, event.error_kind, event.error) == ("fails", "invalid_constraint", "regex: is none")
+    assert "fails" not in rig.vllm.received
+
+
+async def test_a_request_whose_grammar_takes_too_long_ends(make_rig: Any) -> None:
+    rig = make_rig(grammar_s=0.001)
+    rig.add(late="[a-z]+")
+    await until(lambda: rig.events)
+    [event] = rig.events
+    assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
+    assert rig.vllm.received == []
 
 
 async def test_running_requests_without_a_token_are_prompts(module: Any) -> None:
@@ -78,57 +194,15 @@ async def test_running_requests_without_a_token_are_prompts(module: Any) -> None
     meter = module.LoadMeter()
     meter.num_blocks = 100
     meter.record(SimpleNamespace(num_running_reqs=3, kv_cache_usage=0.5), None)
-    link, socket = SimpleNamespace(load=importlib.import_module("vllm_engine.kv_messages").KVLoad()), SimpleNamespace()
-    host = module.Host(_Vllm(), socket, meter, SimpleNamespace(), SimpleNamespace(), link=link, info=INFO)
+    link, unused = SimpleNamespace(load=importlib.import_module("vllm_engine.kv_messages").KVLoad()), SimpleNamespace()
+    host = module.Host(unused, unused, meter, unused, link=link, info=INFO, grammar_s=60.0)
     for number in range(5):
-        request = _request(f"{number}", "a")
+        request = EngineRequest(request_id=f"{number}", prompt_token_ids=[1], params=SamplingParams())
         host._running[request.request_id] = module._Running(request, has_token=number < 2)
     load = meter.load(host._count_requests(), link.load)
     assert (load.num_waiting, load.num_running, load.num_prefilling) == (2, 3, 1)
     host._running["2"].has_token = True  # vLLM's own numbers are older
     assert meter.load(host._count_requests(), link.load).num_prefilling == 0
-
-
-def _request(request_id: str, regex: str) -> EngineRequest:
-    return EngineRequest(request_id=request_id, prompt_token_ids=[1], params=SamplingParams(max_tokens=4, regex=regex))
-
-
-async def test_an_abort_cancels_no_other_request_s_constraint(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-
-    def compile_when_released(constraint: Constraint) -> Any:
-        assert release.wait(60)
-        return SimpleNamespace(compiled=SimpleNamespace(memory_size_bytes=1))
-
-    monkeypatch.setattr(module, "vllm_input", lambda request: request)
-    monkeypatch.setattr(module, "vllm_params", lambda request: request)
-    grammars = GrammarCompiler(Path(), 100, wake=lambda: None)
-    library = SimpleNamespace(compile=compile_when_released, compilers=dict)
-    monkeypatch.setattr(grammars, "_library", library)
-    meter = SimpleNamespace(idle=lambda: None, load=lambda *_: EngineLoad())
-    vllm, failed = _Vllm(), SimpleNamespace(forget=lambda _: None)
-    link, socket = SimpleNamespace(load=None, send=lambda _: None), SimpleNamespace(send=lambda _: None)
-    host = module.Host(vllm, socket, meter, failed, grammars, link=link, info=INFO)
-    try:
-        for number in range(grammars._threads._max_workers):
-            host._add(_request(f"busy-{number}", f"a{number}"))
-        for request_id in ("left", "stays"):
-            host._add(_request(request_id, "[a-z]+"))
-        shared = grammars._cache
-        await until(lambda: Constraint("regex", "[a-z]+") in shared)
-        assert not shared[Constraint("regex", "[a-z]+")].running()  # every thread has another constraint
-        host._cancel("left")
-        await until(lambda: "left" not in host._running)
-        release.set()
-        await until(lambda: "stays" in vllm.received or "stays" not in host._running)
-        assert "stays" in vllm.received
-        host._add(_request("next", "[0-9]+"))
-        await until(lambda: "next" in vllm.received or host._dead.done())
-        assert not host._dead.done()
-        assert "left" not in vllm.received
-    finally:
-        release.set()
-        grammars.shutdown()
 
 
 async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None:
@@ -140,7 +214,7 @@ async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None
     link = SimpleNamespace(load=None, send=lambda _: None, receive=reports.get)
     meter = SimpleNamespace(idle=lambda: None, load=lambda *_: EngineLoad())
     vllm = SimpleNamespace(is_paused=steps.get)
-    host = module.Host(vllm, socket, meter, SimpleNamespace(), None, link=link, info=INFO)
+    host = module.Host(vllm, socket, meter, SimpleNamespace(), link=link, info=INFO, grammar_s=60.0)
     serving = asyncio.create_task(host.serve())
     try:
         reports.put_nowait(SimpleNamespace(events=[moved], given_up=[]))

@@ -1,0 +1,102 @@
+"""Grammars in vLLM's workers, whose steps need them: they are compiled beside the steps, before vLLM gets the request.
+
+    request ─▶ in the next question to the workers, every 20 ms ─▶ compiled in all of them ─▶ submitted
+                  └─▶ its constraint has no grammar, or none in time: an error
+
+A question names the constraints of all unfinished requests. A worker compiles those that are new, keeps the others,
+however often vLLM preempts their requests, and cancels what is named no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.core.messages import ErrorKind
+from engine.sampling.constraints import Constraint
+from engine.sampling.grammar import CompiledGrammar, GrammarCompiler
+
+_POLL_S = 0.02
+_State = str | None
+"""Of a constraint: None while it is compiled, then empty, or why there is no grammar."""
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Constraint])
+
+
+class HostGrammars:
+    """Compilations as the host sees them. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        timeout_s: float,
+        constraints: Callable[[], Collection[Constraint]],
+        interrupt: Callable[[], None],
+    ) -> None:
+        """`constraints`: those of all unfinished requests. `interrupt` is called before each question."""
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._constraints = constraints
+        self._interrupt = interrupt
+        self._states: dict[Constraint, _State] = {}
+        """The answer to the last question."""
+        self._question: asyncio.Task[None] | None = None
+        """The last one, or the next while something is compiled."""
+
+    async def compile(self, constraint: Constraint) -> tuple[str, ErrorKind] | None:
+        """Until every worker has its grammar; or the error."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while (problem := self._states.get(constraint)) is None:
+                    if self._question is None or self._question.done():
+                        self._question = asyncio.create_task(self._ask())
+                    await asyncio.shield(self._question)
+        except TimeoutError:
+            return "the constraint was not compiled in time", "no_room"
+        return (problem, "invalid_constraint") if problem else None
+
+    async def _ask(self) -> None:
+        if None in self._states.values():
+            await asyncio.sleep(_POLL_S)
+        constraints = list(self._constraints())
+        self._interrupt()
+        answers = await self._engine.collective_rpc("tandem_compile", args=(_encoder.encode(constraints),))
+        self._states = {constraint: _common(states) for constraint, *states in zip(constraints, *answers, strict=True)}
+        if None in self._states.values():  # though no request may wait any more: then this cancels its compilation
+            self._question = asyncio.create_task(self._ask())
+
+
+def _common(states: Sequence[_State]) -> _State:
+    """Of several workers."""
+    return next(filter(None, states), None if None in states else "")
+
+
+class WorkerGrammars:
+    """The grammars of one worker. Called between steps and in them."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._compiler = GrammarCompiler(folder, vocab_size, wake=lambda: None)
+        self._kept: dict[Constraint, CompiledGrammar] = {}
+
+    def compile(self, constraints: bytes) -> list[_State]:
+        """The state of each of `constraints`, a list of Constraint as msgpack. Does not block."""
+        self._kept = {one: self.grammar(one) for one in _decoder.decode(constraints)}
+        self._compiler.keep(set(self._kept.values()))
+        return [_state(grammar) for grammar in self._kept.values()]
+
+    def grammar(self, constraint: Constraint) -> CompiledGrammar:
+        """Compiled, if the host has asked for it."""
+        return self._kept.get(constraint) or self._compiler.compiled(constraint)
+
+
+def _state(grammar: CompiledGrammar) -> _State:
+    return str(grammar.exception() or "") if grammar.done() else None
+
+
+worker_grammars = functools.cache(WorkerGrammars)
+"""One for the sampling and the host's questions."""
