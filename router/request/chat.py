@@ -10,6 +10,7 @@ What a model thinks comes before its answer, so a constraint of the answer begin
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -29,8 +30,12 @@ MAX_TOOLS = 128
 MAX_CALLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_GAP: dict[str, Any] = {"type": "regex", "pattern": "[ \\n]{0,4}"}
-"""Between the reasoning and a constrained answer."""
+_GAPS = ["".join(gap) for length in range(1, 5) for gap in itertools.product(" \n", repeat=length)]
+_GAP: dict[str, Any] = {
+    "type": "optional",
+    "content": {"type": "or", "elements": [{"type": "const_string", "value": gap} for gap in _GAPS]},
+}
+"""Between the reasoning and a constrained answer. Beside a regular expression the masks of JSON would be slow."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from engine.sampling.constraints import MAX_WHITESPACE
 from engine.sampling.grammar import Grammar, WhitespaceLimit, _RequestGrammar
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
+from router.request.chat import ChatOutput
 from tests.engine.sampling.schemas import STRING, check
 
 BYTES = [bytes([one]) for one in range(256) if one >= 0x20 or one == 0x0A]
@@ -46,10 +48,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "map": {"type": "object", "properties": {"a": STRING}, "additionalProperties": {"type": "integer"}},
 }
 TAGS = ["triggered_tags", "tags_with_separator"]
+REASONED = b"<think>a </think>"
 
 
 def tagged(schema: dict[str, Any], kind: str) -> str:
-    """Free text around calls, or calls alone."""
+    """Free text around calls, calls alone, or an answer behind reasoning."""
+    if kind == "reasoning":
+        return str(ChatOutput(thinks=True).constrained(check(json_schema=json.dumps(schema))).structural_tag)
     tag = {"type": "tag", "begin": "<c>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</c>"}
     others = {"triggers": ["<c"]} if kind == "triggered_tags" else {"separator": "; "}
     return json.dumps({"type": "structural_tag", "format": {"type": kind, "tags": [tag], **others}})
@@ -65,7 +70,9 @@ def both(schema: dict[str, Any], tag: str | None) -> tuple[CompiledGrammar, Comp
         counting = COMPILER.compile_json_schema(constraint.source, max_whitespace_cnt=MAX_WHITESPACE)
         return COMPILER.compile_json_schema(constraint.source), counting
     parsed = json.loads(constraint.source)
-    parsed["format"]["tags"][0]["content"]["max_whitespace_cnt"] = MAX_WHITESPACE
+    parts = parsed["format"]
+    content = parts["elements"][1] if tag == "reasoning" else parts["tags"][0]["content"]
+    content["max_whitespace_cnt"] = MAX_WHITESPACE
     return COMPILER.compile_structural_tag(constraint.source), COMPILER.compile_structural_tag(json.dumps(parsed))
 
 
@@ -101,7 +108,7 @@ def drawn(mask: Masks, source: random.Random) -> int:
     return source.choice((spaces if point < 0.5 else closing if point < 0.8 else ids) or ids)
 
 
-@pytest.mark.parametrize("tag", [None, *TAGS])
+@pytest.mark.parametrize("tag", [None, "reasoning", *TAGS])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_masks_are_those_of_a_grammar_that_counts(name: str, tag: str | None) -> None:
     compiled, counting = both(SCHEMAS[name], tag)
@@ -109,6 +116,9 @@ def test_masks_are_those_of_a_grammar_that_counts(name: str, tag: str | None) ->
     for seed in range(4):
         source, output = random.Random(seed), Output(compiled)
         matcher = GrammarMatcher(counting, override_stop_tokens=[END])
+        if tag == "reasoning":
+            output.write(REASONED)
+            assert matcher.accept_string(REASONED)
         for _ in range(100):
             mask, expected = output.mask(), np.zeros_like(output.mask())
             matcher.fill_next_token_bitmask(expected)
@@ -123,10 +133,19 @@ def test_masks_are_those_of_a_grammar_that_counts(name: str, tag: str | None) ->
 
 
 def test_free_text_and_strings_have_any_white_space() -> None:
-    for text, tag in ((b'{"a":"', None), (b"", "triggered_tags"), (b'<c>{"a":"', "triggered_tags")):
+    texts = ((b'{"a":"', None), (b"", "triggered_tags"), (b'<c>{"a":"', "triggered_tags"), (b"<think>", "reasoning"))
+    for text, tag in texts:
         output = Output(both(SCHEMAS["plain"], tag)[0])
         output.write(text + b" " * (MAX_WHITESPACE + 9))
         assert LONGEST in allowed(output.mask())
+
+
+@pytest.mark.parametrize("length", range(6))
+def test_at_most_four_spaces_and_lines_precede_an_answer_behind_reasoning(length: int) -> None:
+    compiled, _ = both({"type": "object"}, "reasoning")
+    for gap in itertools.product(b" \n", repeat=length):
+        matcher = GrammarMatcher(compiled, override_stop_tokens=[END])
+        assert matcher.accept_string(REASONED + bytes(gap) + b"{") == (length <= 4)
 
 
 def test_the_white_space_of_a_regular_expression_beside_json_is_its_own() -> None:
