@@ -21,7 +21,8 @@ MAX_DEPTH = 8
 MAX_FORMATS = 1000
 """Of a tag together; each is a rule of its grammar or several."""
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f]")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f]")
+"""What an output with JSON in it cannot have."""
 _TEXTS = {"const_string": ("value",), "tag": ("begin", "end"), "tags_with_separator": ("separator",)}
 _LISTS = {"sequence": "elements", "or": "elements", "triggered_tags": "tags", "tags_with_separator": "tags"}
 _LEAVES = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}
@@ -87,7 +88,7 @@ class _Checker:
         _check_members(given, kind, path)
         self.has_json |= kind == "json_schema"
         for name in _TEXTS.get(kind, ()):
-            if _CONTROL.search(given[name]) and self.excluded_by_json is None:
+            if CONTROL.search(given[name]) and self.excluded_by_json is None:
                 problem = f"{name} {shown(given[name])} has control characters, which are excluded beside JSON"
                 self.excluded_by_json = _wrong(path, problem, "line feeds")
         checked = dict(given)

@@ -22,6 +22,7 @@ import msgspec
 from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, check_constraint
 from engine.sampling.params import SamplingParams
+from engine.sampling.structural_tag import CONTROL
 from engine.text.reasoning import BEGIN, END, ReasoningParser
 from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -107,6 +108,7 @@ class Tools:
         if self.is_required:
             output = calls
         elif params.is_constrained:
+            _check_beside_json(params)
             output = {"type": "or", "elements": [_as_format(params), calls]}
         else:
             output = _text_with_calls(self.form, schemas, is_single=self.is_single)
@@ -207,6 +209,14 @@ def _with_format(params: SamplingParams, form: dict[str, Any]) -> SamplingParams
     tag = json.dumps({"type": "structural_tag", "format": form})
     unset = {**dict.fromkeys(CONSTRAINTS), "json_object": False}
     return msgspec.structs.replace(params, **{**unset, "structural_tag": tag})
+
+
+def _check_beside_json(params: SamplingParams) -> None:
+    """What the compiled constraint would end in the middle. Structural tags have this check of their own."""
+    for text in params.choice or ():
+        if CONTROL.search(text):
+            problem = f"{shown(text)} has control characters, which are excluded beside tools"
+            raise InvalidRequest("choice", problem, "line feeds")
 
 
 def _as_format(params: SamplingParams) -> dict[str, Any]:

@@ -272,6 +272,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "always"}, "tool_choice", "'always' is not supported; allowed: auto, none, required, {"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "is not supported; allowed: auto"),
     ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "is not supported"),
+    ({"extra_body": {"structured_outputs": {"choice": ["a\n", "b\tc"]}}}, "structured_outputs", r"'b\tc' has control"),
     ({"tool_choice": allowed("g")}, "tool_choice", "'g' is not in tools; allowed: get_weather, add"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g' is not in tools"),
     ({"messages": called(function={"arguments": "{}"})}, "messages[1].tool_calls[0].function.name", "is required"),
