@@ -227,11 +227,12 @@ class _RequestGrammar:
         from xgrammar import GrammarMatcher
 
         spec = request.spec
-        self.ending_ids = (*spec.eos_token_ids, *spec.params.stop_token_ids)
-        """Those with text are text to the grammar, those without end it; either way the output ends."""
+        stop_ids = spec.params.stop_token_ids
+        self.ending_ids = (*spec.eos_token_ids, *stop_ids)
+        """EOS and stop tokens without text end the grammar; others are text to it, and end the output anywhere."""
         compiled = grammar.result()
-        textless = [token_id for token_id in self.ending_ids if token_id in compiled.textless_ids]
-        self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=textless)
+        ends = [*spec.eos_token_ids, *(token_id for token_id in stop_ids if token_id in compiled.textless_ids)]
+        self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=ends or list(stop_ids))
         self._num_accepted = 0
         self._used_s = 0.0
         self._whitespace = compiled.whitespace

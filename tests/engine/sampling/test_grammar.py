@@ -182,6 +182,28 @@ def test_stop_strings_and_stop_tokens_end_the_output_as_without_a_constraint(llm
     assert (ended.text, ended.stop_reason) == ("abc", special)
 
 
+@pytest.mark.parametrize("is_eos", [True, False])
+def test_an_end_with_text_is_no_part_of_an_output(checkpoint: Path, *, is_eos: bool) -> None:
+    """A model's EOS that its tokenizer does not list as special; and the stop tokens of a model without EOS."""
+    backend = byte_level_backend()
+    letter, end = (backend.token_to_id(token) for token in "a!")
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    spec = EngineRequest(
+        request_id="r",
+        prompt_token_ids=[5, 6],
+        params=SamplingParams(
+            regex="[a!]{7}",
+            max_tokens=20,
+            logit_bias={end: 100.0},
+            stop_token_ids=() if is_eos else (end,),
+        ),
+        eos_token_ids=(end,) if is_eos else (),
+    )
+    core.handle(AddRequest(spec))
+    assert gathered(core, 1) == {"r": [letter] * 7 + [end]}
+    core.shutdown()
+
+
 def test_logprobs_are_those_of_the_raw_logits(llm: LLM) -> None:
     output = generate(llm, choice=["first", "second"], logprobs=3, temperature=0.0)
     raw = generate(llm, allowed_token_ids=[output.token_ids[0]], logprobs=3, max_tokens=1, temperature=0.0)
