@@ -179,13 +179,6 @@ class Request:
         """Of a prompt, what is left to compute, and in what time."""
         return Prompt(self.num_uncomputed_tokens, self.arrived_s + self.ttft_s - now)
 
-    def is_expired(self, now: float) -> bool:
-        """It has waited too long for what it lacks, or for a step."""
-        if self.deadline is not None and now >= self.deadline:
-            return True
-        begin_s = self.spec.begin_s
-        return begin_s is not None and self.is_untouched and now >= self.arrived_s + begin_s
-
     def nothing_allowed(self) -> tuple[str, ErrorKind]:
         """The error of a request for which no token could be sampled."""
         return (
@@ -194,13 +187,16 @@ class Request:
             f"or repetition_penalty={self.spec.params.repetition_penalty} makes logits that are not finite"
         ), "nothing_allowed"
 
-    def expired(self) -> tuple[str, ErrorKind]:
-        """What an expired request lacks."""
+    def expired(self, now: float) -> tuple[str, ErrorKind] | None:
+        """The error of a request that has waited too long for a step, or for what it lacks."""
+        begin_s = self.spec.begin_s
+        if begin_s is not None and self.is_untouched and now >= self.arrived_s + begin_s:
+            return f"no step began the prompt within {begin_s:.3g} s", "no_room"
+        if self.deadline is None or now < self.deadline:
+            return None
         match self.status:
             case RequestStatus.WAITING_FOR_GRAMMAR:
                 return "the constraint was not compiled in time", "no_room"
-            case _ if self.deadline is None:
-                return f"no step began the prompt within {self.spec.begin_s:.3g} s", "no_room"
             case RequestStatus.WAITING:
                 return "no room within the reservation time", "no_room"
             case _:

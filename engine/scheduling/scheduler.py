@@ -137,8 +137,8 @@ class Scheduler:
         self._now = now
         compiling = (request for request in self.compiling.values() if not request.is_compiled)
         for request in [*self.loading.values(), *self.waiting, *self.running, *compiling]:
-            if request.is_expired(now):
-                self._fail(request, *request.expired())
+            if (error := request.expired(now)) is not None:
+                self._fail(request, *error)
 
     # The step
 

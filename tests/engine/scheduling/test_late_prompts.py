@@ -3,7 +3,10 @@ that no step begins in time are rejected."""
 
 from __future__ import annotations
 
-from engine.core.messages import HoldKV, RemoteKV, StepCost, TokensEvent
+from concurrent.futures import Future
+
+from engine.core.messages import EngineRequest, HoldKV, RemoteKV, StepCost, TokensEvent
+from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.test_external_lookup import found, seeking
@@ -228,6 +231,16 @@ def test_a_looked_up_prompt_that_no_step_begins_in_time_is_rejected_and_leaves_n
     assert overdue_at(scheduler, START_S + 6.5) == [long.request_id]
     assert not scheduler.kv.block_ids(long.request_id)
     assert short.request_id in [event.request_id for event in finish_all(scheduler)], "it may wait without a limit"
+
+
+def test_a_prompt_whose_constraint_compiles_for_too_long_to_begin_in_time_says_so() -> None:
+    scheduler = at_start()
+    spec = EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(max_tokens=1), begin_s=6.5)
+    request = Request.from_spec(spec, arrival=0, fingerprint="f", grammar=Future())
+    scheduler.add_request(request, START_S)
+    request.arrived_s = START_S
+    assert overdue_at(scheduler, START_S + 6.4) == []
+    assert overdue_at(scheduler, START_S + 6.5) == ["r"]
 
 
 def test_what_comes_from_another_instance_is_never_too_late_to_begin() -> None:
