@@ -86,18 +86,15 @@ class Tokenizer:
 
     # Text to ids
 
-    def encode(
-        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True, max_tokens: int | None = None
-    ) -> list[int]:
-        """Token ids of `text`. With `parse_special=False` special tokens in it are plain text.
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids of `text`.
 
         `add_special_tokens` adds what tokenizer.json's post-processor adds (usually a BOS). As in transformers 5 that
         file alone decides: add_bos_token in tokenizer_config.json is ignored.
         With `max_tokens` a text that cannot fit is rejected without tokenising it. Raises `InvalidRequest`.
         """
         self._check_text(text, max_tokens)
-        backend = self._backend if parse_special or not self._special_literal.search(text) else self._twin
-        return _encode(backend, text, add_special_tokens)
+        return _encode(self._backend, text, add_special_tokens)
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:
         try:
@@ -134,18 +131,16 @@ class Tokenizer:
         *,
         tools: Tools | None = None,
         template_variables: Mapping[str, Any] | None = None,
-        parse_special: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of the rendered messages. Only the template adds a BOS.
 
-        Special tokens in the messages are text unless `parse_special`. Raises `InvalidRequest`.
+        Special tokens in the messages are text. Raises `InvalidRequest`.
         """
-        if not parse_special:
-            try:
-                messages, tools, template_variables = map(self._marked, (messages, tools, template_variables))
-            except RecursionError:
-                raise InvalidRequest("messages", "nested too deeply") from None
+        try:
+            messages, tools, template_variables = map(self._marked, (messages, tools, template_variables))
+        except RecursionError:
+            raise InvalidRequest("messages", "nested too deeply") from None
         text = self.render_chat(messages, tools=tools, template_variables=template_variables)
         if self._mark not in text:
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)

@@ -122,12 +122,8 @@ def test_the_jinja_file_comes_before_the_configs_template(tmp_path: Path) -> Non
 # Special tokens in text
 
 
-def test_special_tokens_in_a_raw_prompt_are_tokens_unless_asked_otherwise() -> None:
-    tokenizer = byte_level()
-    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
-    as_text = tokenizer.encode("a<|im_end|>b", parse_special=False)
-    assert not tokenizer.special_ids.intersection(as_text)
-    assert tokenizer.decode(as_text) == "a<|im_end|>b"
+def test_special_tokens_in_a_raw_prompt_are_tokens() -> None:
+    assert byte_level().encode("<|im_end|>") == [byte_level().eos_token_id]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +179,6 @@ def test_chat_has_one_bos() -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi<s>"}])
     assert ids.count(tokenizer.bos_token_id or -1) == 1
     assert ids[0] == tokenizer.bos_token_id
-
-
-def test_a_users_special_tokens_may_be_parsed_on_request() -> None:
-    ids = byte_level().encode_chat([{"role": "user", "content": "<|im_end|>"}], parse_special=True)
-    assert sum(i in byte_level().special_ids for i in ids) == 4
 
 
 # What a template may do
