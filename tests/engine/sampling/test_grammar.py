@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,15 +20,16 @@ import torch
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
+from engine.core.messages import AddRequest, EngineRequest, TokensEvent
 from engine.errors import InvalidRequest
 from engine.llm import CompletionOutput
 from engine.sampling import grammar
 from engine.sampling.constraints import Constraint, has_xgrammar
 from engine.sampling.grammar import GrammarCompiler, _Library
 from tests.builders import lively_checkpoint
+from tests.engine.sampling.grammar_cores import END, gathered, grammar_checkpoint
 from tests.oracle import random_prompts
-from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
+from tests.tokenizer_builders import byte_level_backend
 from tests.waiting import wait_until
 
 SCHEMA: dict[str, Any] = {
@@ -60,7 +59,6 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     ),
     "grammar": ({"grammar": EBNF}, lambda text: text.count("(") == text.count(")") and set(text) <= set("abc,()")),
 }
-END: Any = byte_level_backend().token_to_id("<|im_end|>")
 MAX_TOKENS = 120
 NUM_PROMPTS = 15
 UNCONSTRAINED: dict[str, Any] = {"ignore_eos": True, "min_tokens": 5}
@@ -80,11 +78,7 @@ def params_for(index: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    backend = byte_level_backend()
-    # 21 rows of the output matrix have no token
-    size = backend.get_vocab_size() + 21
-    folder = lively_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=size, eos_token_id=END, bos_token_id=None)
-    return write_folder(folder, backend, BYTE_LEVEL_CONFIG)
+    return grammar_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +180,7 @@ def test_stop_strings_and_stop_tokens_end_the_output_as_without_a_constraint(llm
 def test_an_end_with_text_is_no_part_of_an_output(checkpoint: Path, *, is_eos: bool) -> None:
     """A model's EOS that its tokenizer does not list as special; and the stop tokens of a model without EOS."""
     backend = byte_level_backend()
-    letter, end = (backend.token_to_id(token) for token in "a!")
+    letter, end = (backend.get_vocab()[token] for token in "a!")
     core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
     spec = EngineRequest(
         request_id="r",
@@ -366,139 +360,7 @@ def test_an_output_resumed_at_any_position_goes_on_alike(
     assert rests == {str(cut): whole[cut:] for cut in range(len(whole))}
 
 
-def gathered(core: EngineCore, num_requests: int) -> dict[str, list[int]]:
-    """Run until so many requests have finished: their tokens by request id."""
-    tokens: dict[str, list[int]] = {}
-    num_finished = 0
-
-    def all_finished() -> bool:
-        nonlocal num_finished
-        for event in core.step():
-            assert isinstance(event, TokensEvent)
-            tokens.setdefault(event.request_id, []).extend(event.token_ids)
-            num_finished += event.finish_reason is not None
-        return num_finished == num_requests
-
-    wait_until(all_finished, lambda: f"{num_finished} of {num_requests} have finished", 60)
-    return tokens
-
-
-# Compiling
-
-
-class Gate:
-    """Compiles nothing until it is open."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.future: Future[Any] = Future()
-        monkeypatch.setattr(GrammarCompiler, "compiled", lambda *_: self.future)
-
-
-def test_a_request_waits_for_its_grammar_and_others_do_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
-    grammar = core._grammars.compiled(Constraint("regex", "ab")).result()
-    gate = Gate(monkeypatch)
-    waiting = SamplingParams(regex="ab", max_tokens=4)
-    for request_id, params in (("waits", waiting), ("aborted", waiting), ("runs", SamplingParams(max_tokens=3))):
-        spec = EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
-        core.handle(AddRequest(spec))
-    assert gathered(core, 1).keys() == {"runs"}
-    assert core.load.num_waiting == 2
-    core.handle(AbortRequests(["aborted"]))
-    assert core.load.num_waiting == 1
-    gate.future.set_result(grammar)
-    assert gathered(core, 1).keys() == {"waits"}
-    core.shutdown()
-
-
-def test_a_request_whose_grammar_takes_too_long_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64, grammar_s=0.0)
-    core = EngineCore(config, wake=lambda: None)
-    Gate(monkeypatch)
-    core.handle(AddRequest(EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(regex="ab"))))
-    [event] = core.step()
-    assert isinstance(event, TokensEvent)
-    assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
-    assert core.load.num_waiting == 0
-    core.shutdown()
-
-
-def test_constraints_that_no_request_waits_for_are_not_compiled(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
-    compile_now, compiled = core._grammars._library.compile, list[str]()
-    begun, release = threading.Semaphore(0), threading.Event()
-
-    def compile_when_released(constraint: Constraint) -> Any:
-        begun.release()
-        assert release.wait(60)
-        compiled.append(constraint.source)
-        return compile_now(constraint)
-
-    monkeypatch.setattr(core._grammars._library, "compile", compile_when_released)
-    busy = [f"b{number}" for number in range(core._grammars._threads._max_workers)]
-
-    def add(request_id: str, regex: str) -> None:
-        params = SamplingParams(regex=regex, max_tokens=4)
-        spec = EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
-        core.handle(AddRequest(spec))
-
-    try:
-        for regex in busy:
-            add(regex, regex)
-        for _ in busy:
-            assert begun.acquire(timeout=60)
-        for request_id, regex in (("left", "a1"), ("too", "a1"), ("stays", "a2"), ("one", "a3"), ("other", "a3")):
-            add(request_id, regex)
-        core.handle(AbortRequests(["left", "too", "one"]))
-        core.step()
-        add("again", "a1")
-        core.handle(AbortRequests(["again"]))
-        core.step()
-        release.set()
-        assert gathered(core, len(busy) + 2).keys() == {*busy, "stays", "other"}
-        assert sorted(compiled) == sorted([*busy, "a2", "a3"])
-        add("again", "a1")
-        assert gathered(core, 1).keys() == {"again"}
-    finally:
-        release.set()
-        core.shutdown()
-
-
-def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Row 58."""
-    woken = []
-    compiler = GrammarCompiler(checkpoint, 480, wake=lambda: woken.append(1))
-    first = compiler.compiled(Constraint("regex", "a+"))
-    assert compiler.compiled(Constraint("regex", "a+")) is first
-    size = first.result().compiled.memory_size_bytes
-    monkeypatch.setattr(grammar, "MAX_CACHE_BYTES", 20 * size)
-    for number in range(100):
-        compiler.compiled(Constraint("regex", f"a+|b{number}")).result()
-    assert 0 < len(compiler._cache) <= 22
-    assert compiler.compiled(Constraint("regex", "a+")) is not first
-    # a failure is not kept
-    wrong = Constraint("grammar", "root ::= foo")
-    failed = compiler.compiled(wrong)
-    assert isinstance(failed.exception(), InvalidRequest)
-    assert compiler.compiled(wrong) is not failed
-    compiler.shutdown()
-    assert woken
-
-
-def test_constraints_that_cannot_be_compiled_fill_no_memory(checkpoint: Path) -> None:
-    """Row 58: xgrammar keeps their sources, and its size does not count them."""
-    library = _Library(checkpoint, 480)
-    library.compile(Constraint("regex", "a+"))
-    compiler = library.compilers()[False].compiler
-    for number in range(17):
-        assert compiler.get_cache_size_bytes() > 0
-        with pytest.raises(InvalidRequest, match="not defined"):
-            library.compile(Constraint("grammar", f"root ::= foo{number}".ljust(2**16)))
-    assert compiler.get_cache_size_bytes() == 0
+# Beside the model
 
 
 @pytest.mark.parametrize("num_allowed", [0, 3, 500, 997, 1000])

@@ -1,0 +1,140 @@
+"""Constraints are compiled beside the steps, once, and only while a request waits for them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import SamplingParams
+from engine.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
+from engine.errors import InvalidRequest
+from engine.sampling import grammar
+from engine.sampling.constraints import Constraint
+from engine.sampling.grammar import GrammarCompiler, _Library
+from tests.engine.sampling.grammar_cores import END, gathered, grammar_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return grammar_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+class Gate:
+    """Compiles nothing until it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.future: Future[Any] = Future()
+        monkeypatch.setattr(GrammarCompiler, "compiled", lambda *_: self.future)
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    grammar = core._grammars.compiled(Constraint("regex", "ab")).result()
+    gate = Gate(monkeypatch)
+    waiting = SamplingParams(regex="ab", max_tokens=4)
+    for request_id, params in (("waits", waiting), ("aborted", waiting), ("runs", SamplingParams(max_tokens=3))):
+        spec = EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
+        core.handle(AddRequest(spec))
+    assert gathered(core, 1).keys() == {"runs"}
+    assert core.load.num_waiting == 2
+    core.handle(AbortRequests(["aborted"]))
+    assert core.load.num_waiting == 1
+    gate.future.set_result(grammar)
+    assert gathered(core, 1).keys() == {"waits"}
+    core.shutdown()
+
+
+def test_a_request_whose_grammar_takes_too_long_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64, grammar_s=0.0)
+    core = EngineCore(config, wake=lambda: None)
+    Gate(monkeypatch)
+    core.handle(AddRequest(EngineRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(regex="ab"))))
+    [event] = core.step()
+    assert isinstance(event, TokensEvent)
+    assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
+    assert core.load.num_waiting == 0
+    core.shutdown()
+
+
+def test_constraints_that_no_request_waits_for_are_not_compiled(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    compile_now, compiled = core._grammars._library.compile, list[str]()
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def compile_when_released(constraint: Constraint) -> Any:
+        begun.release()
+        assert release.wait(60)
+        compiled.append(constraint.source)
+        return compile_now(constraint)
+
+    monkeypatch.setattr(core._grammars._library, "compile", compile_when_released)
+    busy = [f"b{number}" for number in range(core._grammars._threads._max_workers)]
+
+    def add(request_id: str, regex: str) -> None:
+        params = SamplingParams(regex=regex, max_tokens=4)
+        spec = EngineRequest(request_id=request_id, prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
+        core.handle(AddRequest(spec))
+
+    try:
+        for regex in busy:
+            add(regex, regex)
+        for _ in busy:
+            assert begun.acquire(timeout=60)
+        for request_id, regex in (("left", "a1"), ("too", "a1"), ("stays", "a2"), ("one", "a3"), ("other", "a3")):
+            add(request_id, regex)
+        core.handle(AbortRequests(["left", "too", "one"]))
+        core.step()
+        add("again", "a1")
+        core.handle(AbortRequests(["again"]))
+        core.step()
+        release.set()
+        assert gathered(core, len(busy) + 2).keys() == {*busy, "stays", "other"}
+        assert sorted(compiled) == sorted([*busy, "a2", "a3"])
+        add("again", "a1")
+        assert gathered(core, 1).keys() == {"again"}
+    finally:
+        release.set()
+        core.shutdown()
+
+
+def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 58."""
+    woken = []
+    compiler = GrammarCompiler(checkpoint, 480, wake=lambda: woken.append(1))
+    first = compiler.compiled(Constraint("regex", "a+"))
+    assert compiler.compiled(Constraint("regex", "a+")) is first
+    size = first.result().compiled.memory_size_bytes
+    monkeypatch.setattr(grammar, "MAX_CACHE_BYTES", 20 * size)
+    for number in range(100):
+        compiler.compiled(Constraint("regex", f"a+|b{number}")).result()
+    assert 0 < len(compiler._cache) <= 22
+    assert compiler.compiled(Constraint("regex", "a+")) is not first
+    # a failure is not kept
+    wrong = Constraint("grammar", "root ::= foo")
+    failed = compiler.compiled(wrong)
+    assert isinstance(failed.exception(), InvalidRequest)
+    assert compiler.compiled(wrong) is not failed
+    compiler.shutdown()
+    assert woken
+
+
+def test_constraints_that_cannot_be_compiled_fill_no_memory(checkpoint: Path) -> None:
+    """Row 58: xgrammar keeps their sources, and its size does not count them."""
+    library = _Library(checkpoint, 480)
+    library.compile(Constraint("regex", "a+"))
+    compiler = library.compilers()[False].compiler
+    for number in range(17):
+        assert compiler.get_cache_size_bytes() > 0
+        with pytest.raises(InvalidRequest, match="not defined"):
+            library.compile(Constraint("grammar", f"root ::= foo{number}".ljust(2**16)))
+    assert compiler.get_cache_size_bytes() == 0
