@@ -117,8 +117,8 @@ class AsyncEngine:
 
     @property
     def core_silence_s(self) -> float:
-        """Seconds since the core's last message between two steps, of which it sends one every 250 ms; without pauses of
-        this process: they may have been the core's, too."""
+        """Seconds since the core's last message between two steps, of which it sends one every 250 ms. Without pauses
+        of this process: they may have been the core's, too."""
         now_s = time.monotonic()
         return now_s - self._silent_since_s(now_s)
 
