@@ -64,6 +64,7 @@ class HostGrammars:
         if None in self._states.values():
             await asyncio.sleep(_POLL_S)
         constraints = list(self._constraints())
+        self._states = {constraint: self._states.get(constraint) for constraint in constraints}  # others are dropped
         self._interrupt()
         answers = await self._engine.collective_rpc("tandem_compile", args=(_encoder.encode(constraints),))
         self._states = {constraint: _common(states) for constraint, *states in zip(constraints, *answers, strict=True)}
