@@ -77,7 +77,8 @@ class Load:
             question.assert_answered(completion)
 
     def _ask(self) -> None:
-        with Client(self._addresses, timeout_s=HANG_S) as client:
+        # Routers die every second or two: some answers meet more deaths than a client resumes by itself.
+        with Client(self._addresses, timeout_s=HANG_S, max_resumptions=100) as client:
             while not self._finishing.is_set() and not self.failed:
                 number = next(self._numbers)
                 question = self._questions[number % len(self._questions)]
