@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.admission.controller import AdmissionController
+from router.admission.ticket import Ticket
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.trace import RequestTrace
 from router.metrics import RouterMetrics
@@ -293,17 +294,21 @@ class RequestHandler:
 
     async def _generate(self, request: GenerationRequest, writer: ResponseWriter) -> None:
         """The request's work, once it is admitted. A request that waits for admission can be aborted too."""
-        admitted = False
-        while not admitted:
+        async with contextlib.AsyncExitStack() as stack:
+            ticket = await self._admit(request, stack)
+            await stack.enter_async_context(self.siblings.running())
+            self.trace.admitted()
+            writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
+            ticket.num_emitted = lambda: self._num_generated
+            await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
+
+    async def _admit(self, request: GenerationRequest, stack: contextlib.AsyncExitStack) -> Ticket:
+        """The ticket, which `stack` returns. Raises Overloaded, but not while siblings have the room."""
+        while True:
             try:
-                async with self.admission.admit(request) as ticket, self.siblings.running():
-                    admitted = True
-                    self.trace.admitted()
-                    writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
-                    ticket.num_emitted = lambda: self._num_generated
-                    await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
+                return await stack.enter_async_context(self.admission.admit(request))
             except Overloaded as error:
-                if admitted or error.retry_after_s is None or not await self.siblings.one_ended():
+                if error.retry_after_s is None or not await self.siblings.one_ended():
                     raise
 
     @property
