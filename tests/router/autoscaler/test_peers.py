@@ -96,12 +96,14 @@ async def test_a_router_sees_the_queue_and_the_latencies_of_another_one(
         observer = observer_of(second)
         await rig.generate(max_tokens=3)
         running = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(3)]
-        await until(lambda: observer.observe(SIZES)["decode"].queue.num_queued == 2)
-        observations = observer.observe(SIZES)
+
+        def sees_all() -> bool:
+            observed = observer.observe(SIZES)
+            shown = (observed["decode"].queue.delay_s, observed["prefill"].latency_s, observed["decode"].latency_s)
+            return observed["decode"].queue.num_queued == 2 and None not in shown
+
+        await until(sees_all)
         assert second.admission.num_queued == 0
-        assert observations["decode"].queue.delay_s is not None
-        assert observations["prefill"].latency_s is not None
-        assert observations["decode"].latency_s is not None
         await asyncio.gather(*running)
         await until(lambda: observer.observe(SIZES)["decode"].queue == EMPTY_QUEUE)
 
@@ -115,9 +117,9 @@ async def test_while_a_router_is_silent_nothing_shrinks_and_others_still_grow(
         second_router(rig, model, model_folder) as second,
     ):
         assert second.peers is not None
-        await until(lambda: second.pools.decode.num_ready() and second.peers and second.peers.num_silent == 0)
         observer = observer_of(second)
-        assert demand_of(observer.observe(SIZES)["decode"], policy_of()).num_enough == 0
+        await until(second.pools.decode.num_ready)
+        await until(lambda: demand_of(observer.observe(SIZES)["decode"], policy_of()).num_enough == 0)
         await rig.app.stop()
         await until(lambda: second.peers and second.peers.num_silent == 1)
         demand = demand_of(observer.observe(SIZES)["decode"], policy_of())
@@ -158,8 +160,7 @@ async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel,
             await until(lambda: peers.num_routers == 3)
         own_id = (await asked(first)).router_id
         async with peers_of(own_id, first, other) as peers:
-            await until(lambda: len(peers.signals()) == 1)
-            assert (peers.num_routers, peers.num_silent) == (2, 0)
+            await until(lambda: (peers.num_routers, peers.num_silent, len(peers.signals())) == (2, 0, 1))
 
 
 async def test_a_router_at_two_addresses_is_one(run: Run, model: ServedModel, model_folder: Path) -> None:
@@ -168,8 +169,9 @@ async def test_a_router_at_two_addresses_is_one(run: Run, model: ServedModel, mo
         _, port = parse_address(rig.app.signals_address or "")
         addresses = [f"127.0.0.1:{port}", f"localhost:{port}"]
         async with peers_of("another one", *addresses) as peers:
-            await until(lambda: len(peers.hosts) == 2)
-            assert (peers.num_routers, peers.num_silent, len(peers.signals())) == (2, 0, 1)
+            await until(
+                lambda: (len(peers.hosts), peers.num_routers, peers.num_silent, len(peers.signals())) == (2, 2, 0, 1)
+            )
         own_id = (await asked(addresses[0])).router_id
         async with peers_of(own_id, *addresses) as peers:
             await until(lambda: len(peers.hosts) == 2)
