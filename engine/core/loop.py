@@ -103,15 +103,18 @@ class _Reporter:
         self._core = core
         self._mailbox = mailbox
         self.last_s = 0.0
+        """Of the last report between two steps, by which the parent sees that the core lives."""
 
     def report(self, *, heartbeat: bool = False, force: bool = False, answered: bool = True) -> None:
         """Send new events with the load; without events send the load if `force`, or if `heartbeat` and the last report
-        is 250 ms old. What is sent during a step is not `answered`: a hung model is detected by its core's silence."""
+        between two steps is 250 ms old. What is sent during a step is not `answered`: a hung model is detected by its
+        core's silence."""
         events = self._core.take_events()
         now = time.monotonic()
         if events or force or (heartbeat and now - self.last_s >= HEARTBEAT_S):
             self._mailbox.send(Outputs(events, self._core.load, answered))
-            self.last_s = now
+            if answered:
+                self.last_s = now
 
 
 def _timeout_s(core: EngineCore, last_report_s: float) -> float:
