@@ -21,8 +21,8 @@ import math
 import random
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
@@ -49,6 +49,14 @@ worst."""
 _STAY_WEIGHT = 1 / 32
 _JITTER = 0.5
 """Retry hints are increased by up to this part at random, so that rejected requests do not come back together."""
+
+
+class Rejected(Overloaded):
+    """By admission, for one of the reasons of `num_rejected`."""
+
+    def __init__(self, reason: str, message: str, retry_after_s: float | None) -> None:
+        super().__init__(message, retry_after_s)
+        self.reason = reason
 
 
 class OutputLengths:
@@ -166,9 +174,26 @@ class AdmissionController:
             self._busy_s = self.clock()
 
     @asynccontextmanager
-    async def admit(self, request: GenerationRequest) -> AsyncIterator[Ticket]:
+    async def admit(
+        self, request: GenerationRequest, has_new_room: Callable[[], Awaitable[bool]] | None = None
+    ) -> AsyncIterator[Ticket]:
         """Inside, `request` may run. Waits for its turn, at most `queue_timeout_s`; raises Overloaded, with a hint when
-        to retry, as soon as it is known that the turn will not come in time."""
+        to retry, as soon as it is known that the turn will not come in time. Before that it waits for `has_new_room`,
+        where given: True: there may be room now, so the request tries again."""
+        async with AsyncExitStack() as stack:
+            while True:
+                try:
+                    ticket = await stack.enter_async_context(self._admitted(request))
+                    break
+                except Rejected as error:
+                    if error.retry_after_s is None or has_new_room is None or not await has_new_room():
+                        self.num_rejected[error.reason] += 1
+                        raise
+            yield ticket
+
+    @asynccontextmanager
+    async def _admitted(self, request: GenerationRequest) -> AsyncIterator[Ticket]:
+        """Raises Rejected, which only `admit` counts."""
         self._refresh()
         expected = self.lengths.expected(request.max_tokens)
         ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.num_tokens_left)
@@ -185,6 +210,7 @@ class AdmissionController:
             self.wait_s.observe(self.clock() - entered_s)
             yield ticket
         except TooLate as error:
+            self.num_rejected["late"] += 1
             raise self._rejection("late", error.message) from None
         finally:
             self._leave(entry)
@@ -324,8 +350,7 @@ class AdmissionController:
     def _check_quota(self, tenant: str, charge: Charge) -> None:
         quota = self.settings.share_of(tenant).max_tokens
         if quota is not None and charge.num_tokens > quota:
-            self.num_rejected["quota"] += 1
-            raise Overloaded(f"{charge.num_tokens} tokens exceed this tenant's limit of {quota}", None)
+            raise Rejected("quota", f"{charge.num_tokens} tokens exceed this tenant's limit of {quota}", None)
 
     def _make_room_in_queue(self, entry: Entry[Ticket]) -> None:
         """If the queue is too long, rejects the newcomer, or the last request of lower priority of the same tenant."""
@@ -376,9 +401,8 @@ class AdmissionController:
             return Unavailable("no decode instance is available")
         return self._rejection("queue_timeout", f"no room within {self.settings.queue_timeout_s:g} s", entry)
 
-    def _rejection(self, reason: str, problem: str, entry: Entry[Ticket] | None = None) -> Overloaded:
+    def _rejection(self, reason: str, problem: str, entry: Entry[Ticket] | None = None) -> Rejected:
         """The error, with the predicted wait of `entry` as the retry hint, if it waits here."""
-        self.num_rejected[reason] += 1
         wait_s = (self._predicted_wait_s(entry) if entry is not None else None) or 0.0
         hint_s = min(max(wait_s, self.settings.retry_after_s), self.settings.max_retry_after_s)
-        return Overloaded(f"the router is full: {problem}", hint_s * self.rng.uniform(1.0, 1.0 + _JITTER))
+        return Rejected(reason, f"the router is full: {problem}", hint_s * self.rng.uniform(1.0, 1.0 + _JITTER))

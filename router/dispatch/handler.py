@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.admission.controller import AdmissionController
-from router.admission.ticket import Ticket
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.trace import RequestTrace
 from router.metrics import RouterMetrics
@@ -295,21 +294,12 @@ class RequestHandler:
     async def _generate(self, request: GenerationRequest, writer: ResponseWriter) -> None:
         """The request's work, once it is admitted. A request that waits for admission can be aborted too."""
         async with contextlib.AsyncExitStack() as stack:
-            ticket = await self._admit(request, stack)
+            ticket = await stack.enter_async_context(self.admission.admit(request, self.siblings.one_ended))
             await stack.enter_async_context(self.siblings.running())
             self.trace.admitted()
             writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
             ticket.num_emitted = lambda: self._num_generated
             await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
-
-    async def _admit(self, request: GenerationRequest, stack: contextlib.AsyncExitStack) -> Ticket:
-        """The ticket, which `stack` returns. Raises Overloaded, but not while siblings have the room."""
-        while True:
-            try:
-                return await stack.enter_async_context(self.admission.admit(request))
-            except Overloaded as error:
-                if error.retry_after_s is None or not await self.siblings.one_ended():
-                    raise
 
     @property
     def prompt(self) -> tuple[int, ...]:
