@@ -99,6 +99,7 @@ class LoadReporter:
                 quarantined=load.quarantined_blocks,
             ),
             core_silence_s=self._engine.core_silence_s,
+            load_age_s=self._engine.load_age_s,
             draining=self._reported_draining,
             moving_out=self._drain.moving_out,
             **common_fields(load, instance_pb2.WatchLoadResponse) | {"step_cost": _step_cost(load)},

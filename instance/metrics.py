@@ -190,7 +190,11 @@ def _engine(load: EngineLoad, core_silence_s: float) -> Iterator[Metric]:
     for name, documentation, value in (
         ("waiting_tokens", "Tokens that waiting requests have yet to compute.", load.num_waiting_tokens),
         ("step_seconds", "Predicted duration of the current or last step.", load.step_s),
-        ("silence_seconds", "Time since the engine core's last report.", core_silence_s),
+        (
+            "silence_seconds",
+            "Time since the engine core's last message between two steps, without pauses of this process.",
+            core_silence_s,
+        ),
     ):
         yield gauge(f"tandem_engine_{name}", documentation, value)
     for name, documentation, total in (

@@ -88,7 +88,8 @@ class AsyncEngine:
         """Whether the core ended without being shut down."""
         self._link = link
         self._streams: dict[str, RequestStream] = {}
-        self._last_message_s, self._tick_due_s = time.monotonic(), math.inf
+        self._last_answer_s = self._last_message_s = time.monotonic()
+        self._tick_due_s = math.inf
         self._load_changed = asyncio.Event()
         self._dead = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
@@ -121,6 +122,11 @@ class AsyncEngine:
         of this process: they may have been the core's, too."""
         now_s = time.monotonic()
         return now_s - self._silent_since_s(now_s)
+
+    @property
+    def load_age_s(self) -> float:
+        """Seconds since the core's last message between two steps, with all pauses: how old what `load` counts is."""
+        return time.monotonic() - self._last_answer_s
 
     def add_request(self, request: EngineRequest) -> RequestStream:
         """Queue a request. Raises EngineDeadError, or InvalidRequest if its id is running."""
@@ -179,7 +185,7 @@ class AsyncEngine:
             message = await self._link.receive()
             if isinstance(message, Outputs):
                 if message.answered:
-                    self._last_message_s = time.monotonic()
+                    self._last_answer_s = self._last_message_s = time.monotonic()
                 self.load = message.load
                 self._load_changed.set()
                 for event in message.events:

@@ -85,7 +85,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(num_threads, "grammar", _prepare_thread, (self._library,))
         self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
         self._pending: dict[Constraint, CompiledGrammar] = {}
-        """Of the cache, those that were not compiled yet at the last `keep`."""
+        """Those whose compilation `keep` has not yet seen end."""
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
         """The grammar of `constraint`, at once if it is cached. Its exception is InvalidRequest."""

@@ -271,10 +271,10 @@ class Sweeper:
         self._thread = start_thread(self._run, "kv-sweep")
 
     def stop(self) -> None:
-        """End the thread. Waits a few seconds for a scan in progress."""
+        """End the thread. Waits a second for a scan in progress, which ends with the process if it takes longer."""
         self._stopping.set()
         self._due.set()
-        self._thread.join(5.0)
+        self._thread.join(1.0)
 
     def note_written(self, num_bytes: int) -> None:
         """This instance has written `num_bytes`. From any thread."""

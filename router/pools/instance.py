@@ -334,9 +334,9 @@ class UpstreamInstance:
         before = self.out if self._load is not None else "connecting"
         self._load, self._lost, self._silent_since_s = report, None, None
         if report.num_without_room:
-            self.last_full_s = time.monotonic() - report.core_silence_s
+            self.last_full_s = time.monotonic() - report.age_s
         self._failure_detector.report_received(report.core_silence_s, report.step_s)
-        self.calls.report_received(report.core_silence_s)
+        self.calls.report_received(report.age_s)
         self.throughput.report_received(report.num_prefilled_tokens, report.num_waiting_tokens, time.monotonic())
         after = self.out
         if self._failure_detector.is_wedged:

@@ -130,6 +130,8 @@ class LoadReport:
     cached_blocks: int = 0
     step_s: float = 0.0
     core_silence_s: float = 0.0
+    load_age_s: float = 0.0
+    """0: not reported."""
     draining: bool = False
     moving_out: bool = False
     """Its streams should continue at another instance."""
@@ -146,6 +148,11 @@ class LoadReport:
     """Of num_running: prompts."""
     step_cost: StepCost | None = None
     """None: not measured, or not reported."""
+
+    @property
+    def age_s(self) -> float:
+        """Of the state that it describes, when it was sent."""
+        return self.load_age_s or self.core_silence_s
 
     @property
     def usable_blocks(self) -> int:

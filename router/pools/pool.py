@@ -200,7 +200,7 @@ class Pools:
         return next((identity for identity in identities if identity.fingerprint == fingerprint), None)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Returns when an instance has changed its state, or after `timeout_s`. The coming and going of an
+        """Returns when an instance has changed its state, or after `timeout_s`. One whose address leaves has; a new
         address alone is no change."""
         await self._changed.wait(timeout_s)
 

@@ -69,6 +69,7 @@ class Behaviour:
     draining: bool = False
     moving_out: bool = False
     core_silence_s: float = 0.0
+    load_age_s: float = 0.0
     step_s: float = 0.0
     num_waiting: int = 0
     num_running: int = 0

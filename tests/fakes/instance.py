@@ -219,6 +219,7 @@ class FakeInstance:
                     step_cost=self.behaviour.step_cost,
                     blocks=instance_pb2.BlockUsage(free=self.behaviour.free_blocks),
                     core_silence_s=self.behaviour.core_silence_s,
+                    load_age_s=self.behaviour.load_age_s,
                     step_s=self.behaviour.step_s,
                     draining=self.behaviour.draining,
                     moving_out=self.behaviour.moving_out,

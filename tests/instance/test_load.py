@@ -58,6 +58,7 @@ async def test_a_pause_of_this_process_is_not_reported_as_silence_of_the_core() 
         while (report := await anext(watch)).sequence == first.sequence:
             pass
         assert report.core_silence_s < 1.5
+        assert report.load_age_s > 1.9
         await until(lambda: engine.core_silence_s > 1.5)  # it counts again
 
 

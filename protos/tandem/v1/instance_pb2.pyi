@@ -272,6 +272,7 @@ class WatchLoadResponse(_message.Message):
     NUM_UNCOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREFILLING_FIELD_NUMBER: _builtins.int
     STEP_COST_FIELD_NUMBER: _builtins.int
+    LOAD_AGE_S_FIELD_NUMBER: _builtins.int
     instance_epoch: _builtins.str
     """New with every process start."""
     sequence: _builtins.int
@@ -316,6 +317,8 @@ class WatchLoadResponse(_message.Message):
     """Prompt tokens that waiting and running requests have yet to compute, without those of prompts that will miss their TTFT, which delay no other."""
     num_prefilling: _builtins.int
     """Of num_running: prompts that are not computed completely. The others are streams."""
+    load_age_s: _builtins.float
+    """Seconds since the engine core's last message between two steps: the age of what this report says. 0: as core_silence_s."""
     @_builtins.property
     def blocks(self) -> Global___BlockUsage:
         """Blocks by class."""
@@ -350,10 +353,11 @@ class WatchLoadResponse(_message.Message):
         num_uncomputed_tokens: _builtins.int = ...,
         num_prefilling: _builtins.int = ...,
         step_cost: Global___StepCost | None = ...,
+        load_age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_uncomputed_tokens", b"num_uncomputed_tokens", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "num_without_room", b"num_without_room", "sequence", b"sequence", "step_cost", b"step_cost", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "core_silence_s", b"core_silence_s", "draining", b"draining", "instance_epoch", b"instance_epoch", "load_age_s", b"load_age_s", "moving_out", b"moving_out", "num_expired_leases", b"num_expired_leases", "num_external_tokens", b"num_external_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loading", b"num_loading", "num_preemptions", b"num_preemptions", "num_prefilled_tokens", b"num_prefilled_tokens", "num_prefilling", b"num_prefilling", "num_recomputed_blocks", b"num_recomputed_blocks", "num_running", b"num_running", "num_steps", b"num_steps", "num_transfers", b"num_transfers", "num_uncomputed_tokens", b"num_uncomputed_tokens", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "num_without_room", b"num_without_room", "sequence", b"sequence", "step_cost", b"step_cost", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
