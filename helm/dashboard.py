@@ -1,6 +1,6 @@
 """The Grafana dashboard: JSON made of the rows and panels in dashboard.yaml.
 
-Every query is restricted to the chosen release by the label `tandem`, which the chart's monitor sets.
+Every query is restricted to the chosen release by the labels `namespace` and `tandem`, which the chart's monitor sets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 PANELS = Path(__file__).resolve().parent / "dashboard.yaml"
-_RELEASE = 'tandem="$release"'
+_RELEASE = 'namespace="$namespace", tandem="$release"'
 _WIDTH, _HEIGHT, _PER_LINE = 8, 8, 3
 _QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _DATASOURCE = {"type": "prometheus", "uid": "$datasource"}
@@ -67,17 +67,22 @@ def _graph(panel: Panel, place: dict[str, int]) -> Panel:
     }
 
 
-def _whole(panels: list[Panel]) -> Panel:
-    datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
-    release = {
-        "name": "release",
-        "label": "Release",
+def _variable(name: str, query: str) -> Panel:
+    return {
+        "name": name,
+        "label": name.capitalize(),
         "type": "query",
         "datasource": _DATASOURCE,
-        "query": "label_values(tandem_router_info, tandem)",
+        "query": query,
         "refresh": 2,
         "sort": 1,
     }
+
+
+def _whole(panels: list[Panel]) -> Panel:
+    datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+    namespace = _variable("namespace", "label_values(tandem_router_info, namespace)")
+    release = _variable("release", 'label_values(tandem_router_info{namespace="$namespace"}, tandem)')
     return {
         "uid": "tandem",
         "title": "Tandem",
@@ -87,6 +92,6 @@ def _whole(panels: list[Panel]) -> Panel:
         "graphTooltip": 1,
         "refresh": "15s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [datasource, release]},
+        "templating": {"list": [datasource, namespace, release]},
         "panels": panels,
     }

@@ -102,7 +102,7 @@ def test_two_releases_of_one_namespace_share_no_object_and_find_no_pod_of_the_ot
     for selector in selectors(chat):
         assert not any(selector.items() <= own for own in labels)
     for query in alerts(chat):
-        assert 'tandem="chat-tandem"' in query
+        assert 'namespace="default", tandem="chat-tandem"' in query
 
 
 def selectors(objects: Iterable[Manifest]) -> Iterator[dict[str, str]]:

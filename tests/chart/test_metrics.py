@@ -24,7 +24,7 @@ from router.request.validation import ServedModel
 from tandem.local_stack.pki import StackCa
 from tests.certificates import files_of
 from tests.chart.promql import Asked, selectors
-from tests.chart.rendered import COMPONENTS, component_of, manifests, of_kind, pods
+from tests.chart.rendered import COMPONENTS, NAMESPACE, component_of, manifests, of_kind, pods
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import running
 
@@ -130,7 +130,13 @@ def alerts(name: str) -> dict[str, str]:
 def test_panel_asks_for_what_is_exported(panel: str, exported: Exported) -> None:
     for asked in selectors(panels()[panel]):
         assert list(exported.problems(asked)) == []
-        assert ("tandem", "=", "$release") in asked.matchers
+        assert {("namespace", "=", "$namespace"), ("tandem", "=", "$release")} <= set(asked.matchers)
+
+
+def test_releases_of_one_name_are_chosen_by_their_namespace() -> None:
+    _, namespace, release = json.loads((CHART / "dashboards" / "tandem.json").read_text())["templating"]["list"]
+    assert (namespace["name"], namespace["query"]) == ("namespace", "label_values(tandem_router_info, namespace)")
+    assert release["query"] == 'label_values(tandem_router_info{namespace="$namespace"}, tandem)'
 
 
 @pytest.mark.parametrize("panel", panels())
@@ -159,10 +165,17 @@ def test_the_first_damaged_page_raises_the_alert_and_the_end_of_a_gap_does_not()
 def test_alerts_find_their_own_release() -> None:
     for name, own in (
         ("monitoring", {("namespace", "=", "llm"), ("cluster", "=", "eu")}),
-        ("everything", {("tandem", "=", "a-name-that-is-longer-than-fort-300835e5")}),
+        ("everything", {("namespace", "=", NAMESPACE), ("tandem", "=", "a-name-that-is-longer-than-fort-300835e5")}),
     ):
         for query in alerts(name).values():
             assert all(own <= set(asked.matchers) for asked in selectors(query))
+
+
+def test_alerts_name_their_release() -> None:
+    """Most queries sum every label away; equal alerts of two releases would be one to the Alertmanager."""
+    (rule,) = of_kind(manifests("monitoring"), "PrometheusRule")
+    for alert in (one for group in rule["spec"]["groups"] for one in group["rules"]):
+        assert alert["labels"].items() >= {"namespace": NAMESPACE, "tandem": "on-tandem"}.items()
 
 
 @pytest.mark.parametrize("name", ["monitoring", "everything"])
@@ -171,6 +184,7 @@ def test_monitor_sets_the_labels_that_queries_use(name: str) -> None:
     (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
     fullname = monitor["metadata"]["name"].removesuffix("-metrics")
     assert endpoint["relabelings"] == [
+        {"sourceLabels": ["__meta_kubernetes_namespace"], "targetLabel": "namespace"},
         {"targetLabel": "tandem", "replacement": fullname},
         {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "component"},
     ]
