@@ -132,7 +132,7 @@ def kustomize_base(values_path: Path) -> dict[str, str]:
     """
     files: dict[str, list[Manifest]] = {}
     for manifest in render(read_values(values_path), release=_KUSTOMIZE_RELEASE):
-        if _HOOK in manifest["metadata"].get("annotations", {}):
+        if manifest["kind"] == "Secret" or _HOOK in manifest["metadata"].get("annotations", {}):
             continue
         component = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
         files.setdefault(f"{component}.yaml", []).append(_without_helm(manifest))

@@ -84,6 +84,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"connector": {"name": "redis", "redis": {"bundled": False, "url": "redis://host:1", "username": "tandem"}}},
         'connector.redis.username: "tandem" has no password; give connector.redis.existingSecret',
     ),
+    "a Secret that Helm deletes": (
+        {"connector": {"key": {"existingSecret": "on-tandem-kv-key"}}},
+        "connector.key.existingSecret: on-tandem-kv-key is the name of the Secret that the chart creates",
+    ),
     "capacity of nothing": ({"connector": {"capacityBytes": 1}}, "connector.capacityBytes"),
     "a volume for one node": (
         {"connector": {"name": "shared_storage", "sharedStorage": {"accessModes": ["ReadWriteOnce"]}}},
@@ -278,6 +282,15 @@ def test_template_refuses_what_does_not_go_together(what: str) -> None:
     with pytest.raises(HelmError) as refused:
         render(values)
     assert message in str(refused.value)
+
+
+def test_the_charts_own_name_is_refused_for_redis_too_and_another_releases_is_not() -> None:
+    def redis(secret: str) -> dict[str, Any]:
+        return {"connector": {"name": "redis", "redis": {"existingSecret": secret}}}
+
+    with pytest.raises(HelmError, match=r"connector\.redis\.existingSecret: on-tandem-redis is the name of the Secret"):
+        render(redis("on-tandem-redis"))
+    assert render(redis("tandem-redis"))
 
 
 def test_every_refusal_of_the_templates_is_tested() -> None:

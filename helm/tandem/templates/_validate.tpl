@@ -37,6 +37,12 @@
 {{- if and (include "tandem.usesRedis" .) (not (include "tandem.redisSecret" .)) (not (has $connector.redis.username (list "" "default"))) -}}
 {{- fail (printf "connector.redis.username: %q has no password; give connector.redis.existingSecret, or leave it out" $connector.redis.username) -}}
 {{- end -}}
+{{- range $value, $suffix := dict "key" "kv-key" "redis" "redis" -}}
+{{- $given := (index $connector $value).existingSecret -}}
+{{- if eq $given (printf "%s-%s" (include "tandem.fullname" $) $suffix) -}}
+{{- fail (printf "connector.%s.existingSecret: %s is the name of the Secret that the chart creates itself, and Helm deletes that one when it is replaced; copy it to a Secret with another name, and give that name" $value $given) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $connector.capacityBytes (not (include "tandem.usesVolume" .)) -}}
 {{- fail (printf "connector.capacityBytes: means nothing to %s; a Redis is bounded by connector.redis.maxMemory" $connector.name) -}}
 {{- end -}}
