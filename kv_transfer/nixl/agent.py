@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import glob
 import importlib
 import ipaddress
@@ -222,7 +223,8 @@ def load_bindings() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
-    """`tls` and `net_devices` empty: the environment's, else UCX's choice and the device of `address`."""
+    """`tls` and `net_devices` empty: the environment's, else UCX's choice and the device of `address`. What TCP needs
+    is added to both."""
 
     tls: str = ""
     net_devices: str = ""
@@ -231,7 +233,7 @@ class UcxSettings:
 
     def environment(self, keepalive_s: int) -> dict[str, str]:
         variables = {
-            "UCX_NET_DEVICES": self.net_devices or os.environ.get("UCX_NET_DEVICES") or net_device_of(self.address),
+            "UCX_NET_DEVICES": with_tcp_device(self.net_devices or os.environ.get("UCX_NET_DEVICES", ""), self.address),
             "UCX_TCP_KEEPIDLE": f"{keepalive_s}.5s",  # half a second against rounding; the socket has whole ones
         }
         has_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
@@ -254,6 +256,21 @@ def with_needed(tls: str, *, has_gpu: bool) -> str:
     if has_gpu and not {"cuda", "cuda_copy"} & set(names):
         names.append("cuda_copy")
     return ",".join(names)
+
+
+def with_tcp_device(devices: str, address: str) -> str:
+    """A list of devices that includes the one of `address`, unless TCP can use another one of them. Empty: that alone.
+
+    An RDMA device, such as mlx5_0:1, is no network interface, and TCP cannot use it.
+    """
+    own = net_device_of(address)
+    if not devices:
+        return own
+    interfaces = psutil.net_if_addrs()
+    names = devices.split(",")
+    if devices.startswith("^") or "all" in (*names, own) or any(fnmatch.filter(interfaces, name) for name in names):
+        return devices
+    return f"{devices},{own}"
 
 
 def net_device_of(address: str) -> str:

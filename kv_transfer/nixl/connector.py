@@ -76,7 +76,8 @@ class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fie
     """Transports that UCX may use (UCX_TLS), e.g. "tcp"; empty: the environment's, else UCX's choice. TCP is always
     added: UCX needs it to notice that a peer has died."""
     ucx_net_devices: str = ""
-    """Network devices that UCX may use (UCX_NET_DEVICES); empty: the environment's, else the one of `address`."""
+    """Network devices that UCX may use (UCX_NET_DEVICES); empty: the environment's, else the one of `address`, which is
+    added to a list of RDMA devices alone: TCP cannot use them."""
     max_transfers: int = 65_536
     """Transfers that can be lent at the same time, 8 bytes each; readers of further ones compute."""
     max_quarantined_fraction: float = 0.1

@@ -157,7 +157,28 @@ def test_ucx_listens_where_peers_reach_this_instance(monkeypatch: pytest.MonkeyP
     assert net_device_of("127.0.0.1") == net_device_of("localhost") == "lo"
     assert net_device_of("0.0.0.0") == "all"
     assert UcxSettings().environment(20)["UCX_NET_DEVICES"] == "lo"
-    assert UcxSettings(net_devices="eth7").environment(20)["UCX_NET_DEVICES"] == "eth7"
+
+
+@pytest.mark.parametrize(
+    ("given_devices", "used"),
+    [
+        ("mlx5_0:1", "mlx5_0:1,lo"),
+        ("mlx5_0:1,lo", "mlx5_0:1,lo"),
+        ("eth7", "eth7"),
+        ("mlx5_0:1,eth*", "mlx5_0:1,eth*"),
+        ("all", "all"),
+        ("^mlx5_0:1", "^mlx5_0:1"),
+    ],
+)
+def test_devices_include_one_that_tcp_can_use(given_devices: str, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth7": []})
+    assert UcxSettings(net_devices=given_devices).environment(20)["UCX_NET_DEVICES"] == used
+    monkeypatch.setenv("UCX_NET_DEVICES", given_devices)
+    assert UcxSettings().environment(20)["UCX_NET_DEVICES"] == used
+
+
+def test_no_device_is_added_where_none_has_the_address() -> None:
+    assert UcxSettings(net_devices="mlx5_0:1", address="192.0.2.1").environment(20)["UCX_NET_DEVICES"] == "mlx5_0:1"
 
 
 def test_memory_of_a_gpu_is_read_without_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
