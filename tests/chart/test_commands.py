@@ -19,7 +19,11 @@ from tests.chart.rendered import deployment, manifests
 
 PASSWORD = 'of "two" words \\9 #\''
 """With everything that the file of Redis' settings reads otherwise."""
-SMALL = ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.txt")
+SMALL = (
+    *("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "tokenizer.model"),
+    *("merges.txt", "vocab.txt"),
+)
+NOT_FETCHED = ("consolidated.safetensors", "onnx/config.json", "pytorch_model.bin", "README.md")
 
 
 @pytest.fixture
@@ -64,8 +68,8 @@ def test_bundled_redis_asks_for_the_password_and_is_bounded(bundled: int) -> Non
 @pytest.mark.parametrize("component", ["router", "decode"])
 def test_download_brings_what_the_component_needs(component: str, tmp_path: Path) -> None:
     init = deployment(manifests("hub"), component)["spec"]["template"]["spec"]["initContainers"][0]
-    options = dict(arg.removeprefix("--").split("=") for arg in init["args"] if "include" not in arg)
-    files = {name: name.encode() for name in (*SMALL, "model.safetensors", "pytorch_model.bin", "README.md")}
+    options = dict(arg.removeprefix("--").split("=") for arg in init["args"] if "clude" not in arg)
+    files = {name: name.encode() for name in (*SMALL, "model.safetensors", *NOT_FETCHED)}
     args = [arg.replace("--local-dir=", f"--local-dir={tmp_path}") for arg in init["args"]]
     program = Path(sys.executable).parent / init["command"][0]
     with serving("Qwen/Qwen3-8B", options["revision"], files) as (address, fetched):

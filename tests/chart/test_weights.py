@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helm_python import Chart, HelmError
 
+from engine.checkpoint import _NEEDED, _NOT_NEEDED
 from helm.rendering import CHART, render
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.helm_client import Helm
@@ -47,6 +48,15 @@ def test_the_preload_fetches_what_an_instance_fetches_to_the_same_place() -> Non
     assert hook["helm.sh/hook"] == "pre-install,pre-upgrade"
     (policy,) = (one for one in of_kind(objects, "NetworkPolicy") if component_of(one) == "preload")
     assert policy["metadata"]["annotations"] == {**hook, "helm.sh/hook-weight": "-1"}
+
+
+@pytest.mark.parametrize("component", ["router", "decode"])
+def test_a_download_fetches_the_files_that_an_engine_would_fetch(component: str) -> None:
+    (init,) = deployment(manifests("hub"), component)["spec"]["template"]["spec"]["initContainers"]
+    found = [one.partition("=") for one in init["args"] if "clude=" in one]
+    weights = [] if component == "decode" else ["*.safetensors"]
+    assert sorted([*weights, *(one for option, _, one in found if option == "--include")]) == sorted(_NEEDED)
+    assert [one for option, _, one in found if option == "--exclude"] == _NOT_NEEDED
 
 
 def revision(commit: str) -> dict[str, Any]:

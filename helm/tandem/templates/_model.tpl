@@ -66,7 +66,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Fetches what is not there yet. A router needs no weights: (dict "root" $ "component" "router"). */}}
+{{/* Fetches what is not there yet of the files that engine/checkpoint.py would fetch. A router needs no weights: (dict "root" $ "component" "router"). */}}
 {{- define "tandem.modelInit" -}}
 {{- $root := .root -}}
 {{- $hub := .root.Values.model.hub -}}
@@ -78,8 +78,11 @@
   args:
     - --revision={{ $hub.revision }}
     - --local-dir={{ include "tandem.modelFolder" .root }}
-    {{- range list "*.json" "*.jinja" "merges.txt" "vocab.txt" }}
+    {{- range list "*.json" "*.jinja" "tokenizer.model" "merges.txt" "vocab.txt" }}
     - --include={{ . }}
+    {{- end }}
+    {{- range list "consolidated*" "*/*" }}
+    - --exclude={{ . }}
     {{- end }}
     {{- if ne .component "router" }}
     - --include=*.safetensors
