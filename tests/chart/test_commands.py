@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import redis
 
+from helm.rendering import Manifest, render
 from tandem.local_stack.topology import free_ports
 from tests.chart.hub import serving
 from tests.chart.rendered import deployment, manifests
 
 PASSWORD = 'of "two" words \\9 #\''
 """With everything that the file of Redis' settings reads otherwise."""
+MODEL, INDEX = "Qwen/Qwen3-8B", "model.safetensors.index.json"
 SMALL = (
     *("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "tokenizer.model"),
     *("merges.txt", "vocab.txt"),
@@ -65,23 +67,62 @@ def test_bundled_redis_asks_for_the_password_and_is_bounded(bundled: int) -> Non
         redis.Redis(port=bundled).ping()
 
 
+def download(init: Manifest, folder: Path, address: str) -> subprocess.CompletedProcess[str]:
+    """The init container's process, ended, with `folder` in the place of /models."""
+    return subprocess.run(
+        [word.replace("/models/", f"{folder}/") for word in (*init["command"], *init["args"])],
+        env={
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "HF_ENDPOINT": address,
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def init_of(component: str, **hub: str) -> Manifest:
+    values = {"model": {"source": "hub", "hub": {"id": MODEL, **hub}}}
+    init: Manifest = deployment(render(values), component)["spec"]["template"]["spec"]["initContainers"][0]
+    return init
+
+
 @pytest.mark.parametrize("component", ["router", "decode"])
 def test_download_brings_what_the_component_needs(component: str, tmp_path: Path) -> None:
-    init = deployment(manifests("hub"), component)["spec"]["template"]["spec"]["initContainers"][0]
-    options = dict(arg.removeprefix("--").split("=") for arg in init["args"] if "clude" not in arg)
     files = {name: name.encode() for name in (*SMALL, "model.safetensors", *NOT_FETCHED)}
-    args = [arg.replace("--local-dir=", f"--local-dir={tmp_path}") for arg in init["args"]]
-    program = Path(sys.executable).parent / init["command"][0]
-    with serving("Qwen/Qwen3-8B", options["revision"], files) as (address, fetched):
-        ended = subprocess.run(
-            [str(program), *init["command"][1:], *args],
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_ENDPOINT": address},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+    commit = "1" * 40
+    with serving(MODEL, commit, files) as (address, fetched):
+        ended = download(init_of(component, revision=commit), tmp_path, address)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     wanted = {*SMALL, *([] if component == "router" else ["model.safetensors"])}
-    folder = Path(f"{tmp_path}{options['local-dir']}")
+    folder = tmp_path / MODEL.replace("/", "--") / commit
     assert set(fetched) == wanted == {path.name for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("component", "present", "missing", "named"),
+    [
+        ("router", ["tokenizer.json"], "config.json", "config.json"),
+        ("decode", ["config.json"], "model.safetensors", "*.safetensors"),
+        ("decode", ["config.json", INDEX, "a-1.safetensors"], "b-2.safetensors", "b-2.safetensors"),
+        ("decode", ["config.json", INDEX, "a-1.safetensors"], "model.safetensors", "b-2.safetensors"),
+    ],
+)
+def test_an_incomplete_download_does_not_pass_for_a_model_while_the_hub_is_silent(
+    component: str, present: list[str], missing: str, named: str, tmp_path: Path
+) -> None:
+    """With a branch, `hf` accepts every folder that is not empty. An engine reads no index beside one whole file."""
+    init = init_of(component, revision="main")
+    folder = tmp_path / MODEL.replace("/", "--") / "main"
+    folder.mkdir(parents=True)
+    for name in present:
+        (folder / name).write_text('{"weight_map": {"x": "a-1.safetensors", "y": "b-2.safetensors"}}')
+    [port] = free_ports(1)
+    incomplete = download(init, tmp_path, f"http://127.0.0.1:{port}")
+    assert incomplete.returncode != 0
+    assert f"{folder} has no {named}" in incomplete.stderr
+    (folder / missing).write_text("")
+    complete = download(init, tmp_path, f"http://127.0.0.1:{port}")
+    assert complete.returncode == 0, complete.stderr

@@ -74,8 +74,25 @@
 - name: model
   image: {{ include "tandem.componentImage" . | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [hf, download, {{ $hub.id | quote }}]
+  # With a branch or tag, `hf` accepts an incomplete folder if the hub does not answer.
+  command: [sh, -c]
   args:
+    - |
+      hf download "$@" && cd "$0" || exit
+      {{- if eq .component "router" }}
+      files=config.json
+      {{- else }}
+      files='config.json *.safetensors'
+      [ -e model.safetensors ] || files="$files $(grep -ohs '[^"]*\.safetensors' model.safetensors.index.json | sort -u)"
+      {{- end }}
+      for file in $files; do
+        [ -e "$file" ] || {
+          echo "$0 has no $file: the hub did not answer and an earlier download is incomplete, or the model has no such file" >&2
+          exit 1
+        }
+      done
+    - {{ include "tandem.modelFolder" .root | quote }}
+    - {{ $hub.id | quote }}
     - --revision={{ $hub.revision }}
     - --local-dir={{ include "tandem.modelFolder" .root }}
     {{- range list "*.json" "*.jinja" "tokenizer.model" "merges.txt" "vocab.txt" }}
