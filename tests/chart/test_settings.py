@@ -169,6 +169,13 @@ def test_routers_listen_where_the_cluster_has_addresses(read: Read) -> None:
     assert chosen.effective_server.host == "fd00::1"
 
 
+@pytest.mark.parametrize("listen", ["$(POD_IP):50052", "[$(POD_IP)]:50052"])
+@pytest.mark.parametrize("pod_ip", ["10.1.2.3", "fd00::1:2"])
+def test_the_admin_listener_is_at_the_pods_address_of_either_family(listen: str, pod_ip: str, read: Read) -> None:
+    settings, _ = read(render({"router": {"adminListen": listen}}), "router", pod_ip=pod_ip)
+    assert (settings.admin_server.host, settings.admin_server.port) == (pod_ip, 50052)
+
+
 def test_how_the_model_writes_tool_calls_is_the_users_to_say(read: Read) -> None:
     settings, _ = read(render({"router": {"settings": {"router": {"tool_call_parser": "hermes"}}}}), "router")
     assert (settings.router.tool_call_parser, settings.router.model_name) == ("hermes", "demo")

@@ -201,7 +201,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 - {name: TANDEM_ENDPOINT_PICKER__LISTEN, value: "[$(POD_IP)]:{{ include "tandem.pickerPort" .root }}"}
 {{- end }}
 {{- with .spec.adminListen }}
-- {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ . | quote }}}
+- {name: TANDEM_ROUTER__ADMIN_LISTEN, value: {{ replace "$(POD_IP):" "[$(POD_IP)]:" . | quote }}}
 {{- end }}
 {{- if include "tandem.servesOpenai" . }}
 - {name: TANDEM_HTTP__LISTEN, value: "[{{ include "tandem.bindAddress" .root }}]:{{ .spec.openai.port }}"}
