@@ -17,6 +17,10 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"connector": {"name": "redis", "redis": {"bundled": False, "url": "redis://host:6379"}}},
         "without a password",
     ),
+    "capabilities that have no effect": (
+        {"pools": {"decode": {"addCapabilities": ["IPC_LOCK"]}}},
+        "addCapabilities has no effect for a user other than root",
+    ),
     "blind alerts": ({"metrics": {"alerts": {"enabled": True}}}, "metrics.alerts.selector"),
     "who sizes": ({"autoscaling": {"mode": "builtin", "decode": {"maxReplicas": 6}}}, "decode 1 to 6"),
     "readable tokens": ({"auth": {"existingSecret": "tenants"}}, "tokens are sent in plaintext"),
@@ -52,6 +56,12 @@ def test_notes_warn(what: str) -> None:
     values, warning = WARNINGS[what]
     assert warning in notes(values)
     assert warning not in notes({})
+
+
+@pytest.mark.parametrize("context", ["podSecurityContext", "containerSecurityContext"])
+def test_notes_do_not_warn_of_capabilities_of_root(context: str) -> None:
+    text = notes({"instance": {"addCapabilities": ["IPC_LOCK"]}, context: {"runAsUser": 0, "runAsNonRoot": False}})
+    assert "addCapabilities" not in text
 
 
 def test_notes_do_not_warn_of_what_is_closed() -> None:
