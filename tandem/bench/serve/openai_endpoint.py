@@ -12,6 +12,7 @@ An event without usage counts if it has text or does not end the choice: a token
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ class OpenAIEndpoint:
 
     Prompts go as token ids, or as text if `to_text` is given. `extra_body` is merged into every request; None removes
     a key. There are as many connections as requests in flight, and they are kept. Proxies of the environment are not
-    used. Raises ValueError for an invalid URL.
+    used. `tls` absent: the CAs that this machine trusts. Raises ValueError for an invalid URL.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class OpenAIEndpoint:
         to_text: Callable[[Sequence[int]], str] | None = None,
         headers: Mapping[str, str] | None = None,
         extra_body: Mapping[str, Any] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         self.name = f"{self._url} (OpenAI)"
@@ -129,6 +131,7 @@ class OpenAIEndpoint:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             trust_env=False,
+            verify=tls or True,
         )
 
     async def served_model(self) -> ServedModel:
@@ -141,6 +144,8 @@ class OpenAIEndpoint:
             if self._model and not isinstance(error, httpx.TransportError):
                 return ServedModel(self._model)
             hint = "check the address, and that it serves /v1/models; if it has no such page, give --model"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                hint = "the CA that issued its certificate: --ca-file FILE"
             raise RequestFailed("UNAVAILABLE", f"{self._url}: {_shown(error)} ({hint})") from None
         if not self._model and not models:
             raise RequestFailed("UNAVAILABLE", f"{self._url} lists no model; give --model NAME")

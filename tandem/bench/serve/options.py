@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,8 +136,8 @@ class ServeOptions:
 def make_endpoint(options: ServeOptions, credentials: Credentials | None) -> Endpoint:
     """The endpoint of --url or --address, or the running local stack. Must be called on the loop that uses it.
 
-    `credentials` are for a router; None: those of the local stack that has its address, or else plaintext. Raises
-    InvalidOption, and NotRunning if there is no stack.
+    `credentials` None: for a router, those of the local stack that has its address, or else plaintext; for --url, the
+    CAs that this machine trusts. Raises InvalidOption, and NotRunning if there is no stack.
     """
     if options.url is None:
         return _grpc_endpoint(options, credentials)
@@ -149,11 +150,22 @@ def make_endpoint(options: ServeOptions, credentials: Credentials | None) -> End
             to_text=_to_text(options.tokenizer) if options.prompt_as == "text" and options.tokenizer else None,
             headers=_headers(options.headers),
             extra_body=_extra_body(options.extra_body),
+            tls=_tls(credentials) if credentials is not None else None,
         )
     except InvalidOption:
         raise
     except ValueError as error:
         raise InvalidOption(f"--url {error}") from None
+
+
+def _tls(credentials: Credentials) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=credentials.ca_file)
+        if credentials.cert_file is not None:
+            context.load_cert_chain(credentials.cert_file, credentials.key_file)
+    except OSError as error:  # ssl.SSLError too
+        raise InvalidOption(f"--ca-file, --cert-file and --key-file: {error}") from None
+    return context
 
 
 def _grpc_endpoint(options: ServeOptions, credentials: Credentials | None) -> Endpoint:

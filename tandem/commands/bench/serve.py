@@ -175,7 +175,7 @@ _output_options = option_group(
 
 
 _STOPPED_BY = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-_OF_A_ROUTER = ("connections", "ca_file", "cert_file", "key_file", "server_name", "token_file")
+_OF_A_ROUTER = ("connections", "server_name", "token_file")
 _OF_A_TRACE = (
     "speed", "length_scale", "trace_from_s", "trace_for_s", "hash_block_len", "max_prompt_len", "max_output_len",
     "too_long",
@@ -234,7 +234,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
         if "rates" in [one.name for one in given_options(click.get_current_context())]:
             _reject(("speed",), "{} changes the times of a trace, which --rate replaces")
     try:
-        results = asyncio.run(_bench(ServeOptions(**options), given_credentials(options["address"])))
+        results = asyncio.run(_bench(ServeOptions(**options), _credentials(options["address"], options["url"])))
     except InvalidOption as error:
         raise click.UsageError(str(error)) from None
     except (RequestFailed, TandemError) as error:
@@ -248,6 +248,12 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
         raise click.exceptions.Exit(INTERRUPTED)
     if results.stopped_by or not any(point.report.num_succeeded for point in results.points):
         raise click.exceptions.Exit(1)
+
+
+def _credentials(address: str | None, url: str | None) -> Credentials | None:
+    """Those of the environment are for routers alone: an endpoint of others may have a public CA."""
+    is_given = "ca_file" in [option.name for option in given_options(click.get_current_context())]
+    return given_credentials(address) if url is None or is_given else None
 
 
 def _reject(names: Sequence[str], problem: str) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import sys
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
 from tandem.demo import MODEL_DIR
+from tandem.local_stack.pki import StackCa
+from tests.certificates import files_of
 from tests.tandem.bench.serve.conftest import Serve
 from tests.tandem.bench.serve.fake_servers import Behaviour, FakeOpenAI, FakeTandem
 from tests.waiting import until
@@ -85,6 +88,19 @@ def test_an_openai_endpoint_is_measured_with_prompts_of_ordinary_tokens(serve: S
     assert "5 ok" in output
     assert "the endpoint's usage agrees" in output
     assert server.num_requests == 9
+
+
+def test_an_https_endpoint_is_measured_with_its_ca_alone(tmp_path: Path, serve: Serve) -> None:
+    files, server = files_of(tmp_path, "server", StackCa()), FakeOpenAI()
+    server.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.tls.load_cert_chain(files.certificate, files.key)
+    options = ("--url", serve(server).url, "--rate", "inf", "--num-requests", "2", "--vocab-size", "100")
+    status, _, errors = bench(*options)
+    assert status == 1
+    assert "the CA that issued its certificate: --ca-file FILE" in errors
+    status, output, errors = bench(*options, "--ca-file", str(files.ca))
+    assert status == 0, errors
+    assert "2 ok, 0 failed" in output
 
 
 def test_the_key_of_an_endpoint_is_sent_and_never_written(serve: Serve, tmp_path: Path) -> None:
