@@ -135,10 +135,10 @@ class Dispatcher:
         """Returns when another attempt may follow; raises the error for the client if none may."""
         choice, history = flow.choice, flow.history
         flow.trace.failed(failure)
+        history.record(failure, progressed=bool(choice.emitted_in_attempt))
         if failure.kind == "moved":  # the instance drains, or another tenant has the slot, which is no failure
             _log.info("choice %d goes on elsewhere: %s", choice.index, failure)
             return
-        history.record(failure, progressed=bool(choice.emitted_in_attempt))
         _log.warning("attempt %d of choice %d failed: %s", choice.stream_epoch, choice.index, failure)
         error = await flow.guard.rejection(failure) or self._too_late(flow, failure)
         error = error or give_up(failure, history, self.failover, self.retry_after_s)

@@ -95,12 +95,17 @@ class AttemptHistory:
         return frozenset(self.failed | self.set_aside)
 
     def record(self, failure: CallFailed, *, progressed: bool) -> None:
-        """Records one failed attempt; `progressed` if it brought tokens."""
+        """Records one attempt that failed or was moved; `progressed` if it brought tokens: what failed before it no
+        longer counts."""
+        if progressed:
+            self.num_fruitless, self.last_error = 0, None
+        if failure.kind == "moved":
+            return
         (self.failed if failure.kind == "internal" else self.set_aside).add(failure.key)
         if failure.death == "vanished":
             self.vanished.add(failure.key)
         self.num_internal += failure.kind == "internal"
-        self.num_fruitless = 0 if progressed else self.num_fruitless + 1
+        self.num_fruitless += not progressed
         self.num_resumptions += progressed
         self.last_error = failure.error
 

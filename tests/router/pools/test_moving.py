@@ -23,11 +23,12 @@ from router.pools.throughput import ThroughputEstimator
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.resilience.retry import CallFailed
-from tests.fakes.behaviour import Behaviour
+from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.pools.test_in_flight import Call
-from tests.router.rig import Rig
+from tests.router.rig import PROMPT, SEED, Rig
 from tests.waiting import until
 
 TOKEN_S = 0.02
@@ -205,6 +206,27 @@ async def test_moving_uses_up_no_retries_and_no_resumptions(run: Run) -> None:
         assert answer.trailers["tandem-decode"] == ",".join(fake.name for fake in decode)
         await rig.until_idle()
         assert num_failovers(rig) == 0
+
+
+async def test_what_failed_before_a_stream_s_tokens_does_not_count_after_it_has_moved(run: Run) -> None:
+    permits = asyncio.Semaphore(0)
+    decode = decodes(Behaviour(refuse=FULL), slow(num_running=50), Behaviour(permits=permits, num_running=100))
+    settings = {"failover": {"max_retries": 1, "resume_wait_s": 20.0}}
+    async with run(prefill=0, decode=decode, **settings) as rig:
+        call = rig.call(max_tokens=40)
+        responses = aiter(call)
+        ids = [token_id for _ in range(3) for token_id in (await anext(responses)).tokens.token_ids]
+        assert decode[0].recorded("refused")
+        ask_to_leave(decode[1])
+        await decode[2].until("decode")
+        decode[0].behaviour.refuse = None
+        decode[2].break_token_streams()
+        for _ in range(40):
+            permits.release()
+        async for response in responses:
+            ids += response.tokens.token_ids
+        assert ids == expected_ids(PROMPT, SEED, 40)
+        await until(lambda: num_failovers(rig) == 2)
 
 
 @pytest.mark.parametrize("slots", [None, 1])
