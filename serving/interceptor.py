@@ -41,7 +41,7 @@ from serving.errors import (
     status_text,
     trailers,
 )
-from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, peer_key
+from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, call_end, peer_key
 from serving.logging import request_id, set_request_id, valid_request_id
 from serving.tracing import TRACEPARENT_KEY, attach_caller_context
 
@@ -95,15 +95,19 @@ class StreamWriter(Generic[M]):
         except TimeoutError:
             if not bound.expired():
                 raise
-            raise Overloaded(f"client too slow: a message waited {self.timeout_s:g} s", None) from None
+            raise self._too_slow() from None
 
     def _check(self, bound: asyncio.Timeout) -> None:
         waited_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
         if waited_s >= self.timeout_s:
+            call_end().error = self._too_slow()
             bound.reschedule(0.0)
         else:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self.timeout_s - waited_s, self._check, bound)
+
+    def _too_slow(self) -> Overloaded:
+        return Overloaded(f"client too slow: a message waited {self.timeout_s:g} s", None)
 
     async def _send_headers(self) -> None:
         """Sends the headers separately, even when cancelled. If the first message carried them and its write were

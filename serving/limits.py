@@ -14,11 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import unquote
 
-from serving.errors import CutOff, Overloaded, Unavailable
+from serving.errors import CutOff, Overloaded, ServiceError, Unavailable
 
 _RETRY_AFTER_S = 1.0
 _RETRY_ELSEWHERE_S = 0.25
@@ -60,6 +61,21 @@ def grpc_peer(host: str, port: int) -> str:
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
+@dataclass(slots=True, eq=False)
+class CallEnd:
+    """How the server ends one call, whose handler is cancelled then. Shared by the tasks of the call."""
+
+    error: ServiceError | None = None
+
+
+_call_end: ContextVar[CallEnd | None] = ContextVar("tandem_call_end", default=None)
+
+
+def call_end() -> CallEnd:
+    """Of the current call; outside of a call a new one."""
+    return _call_end.get() or CallEnd()
+
+
 class OpenCalls:
     """Counts open calls, per peer and in total, rejects those over a limit, and knows when the last one has ended."""
 
@@ -71,9 +87,8 @@ class OpenCalls:
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
-        self._awaited: set[asyncio.Timeout] = set()
-        self._others: set[asyncio.Timeout] = set()
-        self._is_cut_off = False
+        self._awaited: dict[asyncio.Timeout, CallEnd] = {}
+        self._others: dict[asyncio.Timeout, CallEnd] = {}
 
     @property
     def num_open(self) -> int:
@@ -96,10 +111,10 @@ class OpenCalls:
         """Ends those that a drain does not wait for, such as streams of load reports, which have no end."""
         self._end(self._others)
 
-    def _end(self, bounds: set[asyncio.Timeout]) -> None:
-        self._is_cut_off = True
-        for bound in bounds:
+    def _end(self, bounds: dict[asyncio.Timeout, CallEnd]) -> None:
+        for bound, end in bounds.items():
             if not bound.expired():
+                end.error = CutOff("ended before the request was finished", _RETRY_ELSEWHERE_S)
                 bound.reschedule(0.0)
 
     async def wait_idle(self) -> None:
@@ -129,17 +144,18 @@ class OpenCalls:
         TimeoutError, and no other, becomes CutOff. To be left before the status is sent, which a slow reader can
         delay."""
         bounds = self._awaited if policy.drain_waits else self._others
-        bounds.add(bound)
+        bounds[bound] = end = CallEnd()
+        _call_end.set(end)
         if self._awaited:
             self._idle.clear()
         try:
             yield
         except TimeoutError as error:
-            if self._is_cut_off and bound.expired():
-                raise CutOff("ended before the request was finished", _RETRY_ELSEWHERE_S) from error
+            if end.error is not None and bound.expired():
+                raise end.error from error
             raise
         finally:
-            bounds.discard(bound)
+            del bounds[bound]
             if not self._awaited:
                 self._idle.set()
 

@@ -1,7 +1,8 @@
 """Handles one generate request, from what the client sent to its end, for every protocol.
 
     received ──▶ validated ──▶ admitted ──▶ generated, message by message into the sink ──▶ finished
-        └─rejected─▶ failed        └─cancelled: the client has gone──▶ aborted     └─Abort by label──▶ aborted
+        └─rejected─▶ failed        ├─cancelled: the client has gone──▶ aborted     └─Abort by label──▶ aborted
+                                   └─cancelled by the server: cut off by a drain, client too slow──▶ failed
 
 The gRPC service, the OpenAI API and the VllmEngine service all use it: validation, admission, metrics and the log line
 are the same for all of them.
@@ -31,6 +32,7 @@ from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
 from serving.auth import Metadata
 from serving.errors import Aborted, Overloaded, ServiceError, Unavailable
+from serving.limits import call_end
 from serving.logging import RequestEvent, set_request_id
 
 _DEADLINE_SLACK_S = 0.1  # a call that is cancelled so shortly before its deadline was ended by that
@@ -238,10 +240,12 @@ class RequestHandler:
             aborted = any(choice.aborted for choice in self._choices)
             outcome = RequestEvent.ABORTED if aborted else RequestEvent.FINISHED
         except ServiceError as error:
-            outcome, problem = RequestEvent.FAILED, f"{error.code.name}: {error.message}"
+            outcome, problem = RequestEvent.FAILED, _problem(error)
             raise
         except asyncio.CancelledError:
-            if deadline_s is not None and time.monotonic() >= deadline_s - _DEADLINE_SLACK_S:
+            if (end := call_end().error) is not None:
+                outcome, problem = RequestEvent.FAILED, _problem(end)
+            elif deadline_s is not None and time.monotonic() >= deadline_s - _DEADLINE_SLACK_S:
                 outcome, problem = RequestEvent.FAILED, "DEADLINE_EXCEEDED: the request's deadline has passed"
             raise
         except BaseException as error:
@@ -310,3 +314,7 @@ class RequestHandler:
     @property
     def _num_generated(self) -> int:
         return sum(choice.num_generated for choice in self._choices)
+
+
+def _problem(error: ServiceError) -> str:
+    return f"{error.code.name}: {error.message}"

@@ -225,6 +225,7 @@ async def test_a_stop_releases_what_it_cuts_off(run: Run) -> None:
         assert await pending in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert rig.prefill[0].recorded("released by router")
         await rig.until_idle()
+        assert rig.app.service.metrics.ended == {"unavailable": 1}
 
 
 async def test_a_full_router_rejects_at_once_with_a_hint(run: Run) -> None:
@@ -252,7 +253,8 @@ async def test_the_tokens_in_flight_are_bounded_but_no_request_is_too_big_alone(
         assert (await running).is_exactly(20)
 
 
-async def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
+async def test_a_client_that_does_not_read_is_ended(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with run(server={"write_timeout_s": 0.3}) as rig, deaf_client(rig) as call:
         await rig.prefill[0].until("prefill")
         async with asyncio.timeout(20):
@@ -264,6 +266,9 @@ async def test_a_client_that_does_not_read_is_ended(run: Run) -> None:
                 pass
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "client too slow" in str(raised.value.details())
+        assert rig.app.service.metrics.ended == {"resource_exhausted": 1}
+        (ended,) = (record for record in caplog.records if record.__dict__.get("event") == "failed")
+        assert ended.__dict__["fields"]["error"] == "RESOURCE_EXHAUSTED: client too slow: a message waited 0.3 s"
 
 
 class _Wire:

@@ -231,6 +231,7 @@ async def test_a_stop_ends_streams_with_an_error_event(run_http: RunHttp) -> Non
         events = (await asking).text.split("\n\n")
         assert "ended before the request was finished" in events[-3]
         assert events[-2:] == ["data: [DONE]", ""]
+        assert http.rig.app.service.metrics.ended == {"unavailable": 1}
 
 
 async def test_health_follows_the_pools(run_http: RunHttp) -> None:
