@@ -312,7 +312,8 @@ class AdmissionController:
     def _leave(self, entry: Entry[Ticket]) -> None:
         ticket, self._busy_s = entry.item, self.clock()
         if not ticket.in_flight:
-            self.queue.remove(entry, self.clock())
+            if ticket.displaced is None:
+                self.queue.remove(entry, self.clock())
         else:
             self.prefilled(ticket)
             self.in_use.remove(ticket.charge)
@@ -337,7 +338,7 @@ class AdmissionController:
             async with asyncio.timeout(self.settings.queue_timeout_s):
                 await ticket.turn
         except TimeoutError:
-            if not ticket.in_flight:
+            if not ticket.in_flight and ticket.displaced is None:
                 raise self._timed_out(entry) from None
         except asyncio.CancelledError:
             self.num_abandoned += not ticket.in_flight
@@ -365,6 +366,7 @@ class AdmissionController:
             what = f"{num_queued - 1} requests" if too_many else f"{queued_cost - entry.cost:.0f} tokens"
             raise self._rejection("queue_full", f"{what} wait already, the most allowed", entry)
         last.item.displaced = self._rejection("displaced", "requests of higher priority fill the queue", last)
+        self.queue.remove(last, self.clock())
         last.item.turn.set_result(None)
 
     def _check_predicted_wait(self, entry: Entry[Ticket], deadline_s: float | None) -> None:

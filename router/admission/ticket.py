@@ -89,6 +89,7 @@ class Ticket:
     turn: asyncio.Future[None] | None = None
     """Done when the request is in flight, or displaced."""
     displaced: Overloaded | None = None
+    """Its error, once it is out of the queue for one of higher priority."""
 
     def start(self, now_s: float) -> None:
         self.in_flight, self.started_s = True, now_s

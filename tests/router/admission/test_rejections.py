@@ -115,6 +115,22 @@ async def test_higher_priority_displaces_the_last_of_lower_priority_of_its_tenan
     await rig.close()
 
 
+async def test_requests_that_come_together_displace_one_each() -> None:
+    rig = AdmissionRig(max_queued=2)
+    for name in "abcd":
+        await rig.arrive(name, request(priority=-1))
+    await asyncio.gather(*(rig.arrive(f"urgent-{number}", request(priority=3)) for number in range(2)))
+    for name in "cd":
+        assert (await rig.rejection(name)).retry_after_s is not None
+    assert rig.admission.num_rejected == {"displaced": 2}
+    assert (rig.admission.num_queued, rig.admission.queue.queued_cost) == (2, 20)
+    await rig.finish("a")
+    await rig.finish("b")
+    assert rig.inside == ["a", "b", "urgent-0", "urgent-1"]
+    assert rig.admission.wait_s.count == 4
+    await rig.close()
+
+
 async def test_the_tokens_that_wait_are_bounded_and_parted_among_tenants() -> None:
     rig = AdmissionRig(max_queued_tokens=100, max_queued=1000)
     for number in range(20):
