@@ -129,8 +129,6 @@ class AdmissionController:
         """Requests that wait for the first decode instance, not validated yet: that needs an instance's limits."""
         self._busy_s = -math.inf
         """When there was a request last."""
-        self.num_abandoned = 0
-        """Requests that left the queue by themselves: cancelled, aborted, disconnected, past their deadline."""
         self.num_rejected: Counter[str] = Counter()
         """By reason: queue_full, wait_too_long, deadline, queue_timeout, displaced, quota, no_instance, late."""
         self.wait_s = Histogram()
@@ -340,9 +338,6 @@ class AdmissionController:
         except TimeoutError:
             if not ticket.in_flight and ticket.displaced is None:
                 raise self._timed_out(entry) from None
-        except asyncio.CancelledError:
-            self.num_abandoned += not ticket.in_flight
-            raise
         if ticket.displaced is not None:
             raise ticket.displaced
 
