@@ -24,7 +24,7 @@ from serving.settings import Section, setting
 
 
 class RequestEvent(StrEnum):
-    """Events of a request, in the order of a fault-free one; the last four may come at any point."""
+    """Events of a request, in the order of a fault-free one; the last five may come at any point."""
 
     RECEIVED = "received"  # the router has parsed the request
     ADMITTED = "admitted"  # it is valid and within its budget
@@ -36,6 +36,7 @@ class RequestEvent(StrEnum):
     DECODE_STARTED = "decode_started"  # the decode instance has scheduled it
     FINISHED = "finished"  # it ended at a stop condition or its length
     PAUSED = "paused"  # another tenant has its slot
+    INTERRUPTED = "interrupted"  # an attempt has failed after the first token; until RESUMED it has no instances
     RESUMED = "resumed"  # it continues at another instance from the tokens already emitted
     ABORTED = "aborted"  # it was cancelled or disconnected
     FAILED = "failed"  # it was answered with an error

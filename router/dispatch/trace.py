@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Self
+from typing import Literal, Self
 
 import grpc
 
@@ -38,6 +38,8 @@ from router.resilience.safeguards import Guard
 from serving import tracing
 from serving.errors import printable
 from serving.logging import RequestEvent, Timeline, log_event
+
+Failover = Literal["retried", "resumed"]
 
 _log = logging.getLogger(__name__)
 _MAX_REASONS = 4  # reasons in one trailer: metadata are bounded, and of further attempts the instances are listed
@@ -108,8 +110,12 @@ class RequestTrace:
         if plan.disaggregation is not None:
             self._decided(plan.disaggregation)
 
-    def retried(self) -> None:
-        self._metrics.num_retried += 1
+    def failed_over(self, kind: Failover) -> None:
+        """The instances are picked for an attempt that follows a failed one."""
+        if kind == "resumed":
+            self.timeline.mark(RequestEvent.RESUMED)
+        else:
+            self._metrics.num_retried += 1
 
     def prefilled(self, instance_id: str) -> None:
         """An instance has computed the prompt of an attempt; the first one counts."""
@@ -229,6 +235,8 @@ class ChoiceTrace:
     guard: Guard
     since_ns: int | None
     """The first stage begins then (`time.time_ns()`), or with the `with` block."""
+    _failover: Failover | None = None
+    """What the next attempt is, once its instances are picked."""
 
     def __enter__(self) -> Self:
         self.stages = tracing.Stages("router.pick", attributes={"tandem.choice": self.index}, at_ns=self.since_ns)
@@ -238,6 +246,9 @@ class ChoiceTrace:
         self.stages.end(failure=None if kind is None else kind.__name__)
 
     def picked(self, plan: Plan, prefilling: ThroughputEstimator, loading: ThroughputEstimator | None) -> AttemptTrace:
+        if self._failover is not None:
+            self.request.failed_over(self._failover)
+            self._failover = None
         self.request.picked(plan)
         self.stages.next("router.prefill" if plan.prefill is None else "router.reserve")
         self.stages.note({"tandem.decode": plan.decode.instance_id})
@@ -259,11 +270,10 @@ class ChoiceTrace:
         self.stages.next("router.pick")
 
     def tried_again(self, *, has_begun: bool) -> None:
-        """Another attempt follows a failed one. `has_begun`: the client has got tokens of the choice."""
+        """Another attempt may follow a failed one. `has_begun`: the client has got tokens of the choice."""
+        self._failover = "resumed" if has_begun else "retried"
         if has_begun:
-            self.request.timeline.mark(RequestEvent.RESUMED)
-        else:
-            self.request.retried()
+            self.request.timeline.mark(RequestEvent.INTERRUPTED)
 
 
 @dataclass(slots=True, eq=False)

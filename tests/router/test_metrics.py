@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,9 +19,11 @@ from opentelemetry import trace
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.tandem.v1 import generation_pb2
+from router.api.live.state import stages_of
 from router.app import RouterApp
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Reason
+from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from serving.logging import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
@@ -154,6 +158,25 @@ async def test_decisions_and_failovers_are_counted(run: Run) -> None:
         assert value(samples, "failovers_total", kind="retried") == 1
         assert value(samples, "failovers_total", kind="resumed") == 1
         assert value(samples, "disaggregation_decisions_total", decision="disaggregate", reason="on") == 3
+
+
+@pytest.mark.parametrize("fault", [{"die_at": 5}, {"refuse": FULL}], ids=["resumed", "retried"])
+async def test_a_failover_that_finds_no_instance_is_not_counted(
+    run: Run, caplog: pytest.LogCaptureFixture, fault: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.INFO)
+    decode = [FakeInstance("decode", behaviour=Behaviour(**fault))]
+    async with run(metrics=METRICS, prefill=0, decode=decode, failover={"resume_wait_s": 0.1}) as rig:
+        log = rig.app.service.metrics.log = RequestLog()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rig.generate(max_tokens=20)
+        await until_ended(rig, 1)
+        samples = await scrape(rig)
+        assert [value(samples, "failovers_total", kind=kind) for kind in ("retried", "resumed")] == [0, 0]
+        (ended,) = (record for record in caplog.records if record.__dict__.get("event") == "failed")
+        assert ended.__dict__["fields"]["num_resumptions"] == 0
+        if "die_at" in fault:
+            assert stages_of(log.ended[0])[-1][0] == "pick", "the live page shows the wait for an instance"
 
 
 async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:

@@ -48,7 +48,7 @@ STAGES: Mapping[RequestEvent, str] = {
     RequestEvent.KV_LOADED: "schedule",
     RequestEvent.DECODE_STARTED: "decode",
     RequestEvent.PAUSED: "queue",
-    RequestEvent.RESUMED: "pick",
+    RequestEvent.INTERRUPTED: "pick",
 }
 """The stage that begins with an event of a request in two pools; it ends with the next one's. `wait` ends when
 the prefill instance has queued the request, `schedule` with the decode instance's first step."""
