@@ -36,14 +36,14 @@ from serving.metrics import Samples, counter, gauge, histogram
 
 Path = Literal["split", "local"]
 
-STAGES: dict[str, tuple[RequestEvent, RequestEvent]] = {
+STAGES: dict[str, tuple[RequestEvent, ...]] = {
     "admission": (RequestEvent.RECEIVED, RequestEvent.ADMITTED),
     "reservation": (RequestEvent.PICKED, RequestEvent.KV_RESERVED),
-    "prefill": (RequestEvent.PREFILL_STARTED, RequestEvent.FIRST_TOKEN),
+    "prefill": (RequestEvent.PREFILL_STARTED, RequestEvent.FIRST_TOKEN, RequestEvent.PICKED),
     "whole": (RequestEvent.RECEIVED, RequestEvent.FINISHED),
 }
-"""Stages whose length is observed once per request that reached them, of the attempt that did first; `hand_over` is
-observed in each attempt."""
+"""Stages whose length is observed once per request that reached them, of the attempt that did first, as arguments of
+`Timeline.between`; `hand_over` is observed in each attempt."""
 _LOOP_TIMEOUT_S = 2.0  # how long a scrape waits for the event loop; it fails if the loop is blocked for longer
 
 
@@ -97,8 +97,8 @@ class RouterMetrics:
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
         self.num_resumed += timeline.count(RequestEvent.RESUMED)
-        for stage, (start, end) in STAGES.items():
-            if (took_s := timeline.between(start, end)) is not None:
+        for stage, events in STAGES.items():
+            if (took_s := timeline.between(*events)) is not None:
                 self.stages[stage].observe(took_s)
         if path is None or (first_s := timeline.at(RequestEvent.FIRST_TOKEN)) is None:
             return

@@ -64,14 +64,17 @@ class Timeline:
     def count(self, event: RequestEvent) -> int:
         return sum(name is event for name, _ in self.marks)
 
-    def between(self, start: RequestEvent, end: RequestEvent) -> float | None:
-        """Seconds from the last `start` before the first `end` to that. None: they have not happened in this order."""
+    def between(self, start: RequestEvent, end: RequestEvent, reset: RequestEvent | None = None) -> float | None:
+        """Seconds from the last `start` before the first `end` to that. None: they have not happened in this order, or
+        with a `reset` in between."""
         start_s: float | None = None
         for event, at_s in self.marks:
             if event is end:
                 return None if start_s is None else at_s - start_s
             if event is start:
                 start_s = at_s
+            elif event is reset:
+                start_s = None
         return None
 
     def milliseconds(self) -> dict[str, float]:

@@ -179,6 +179,16 @@ async def test_a_failover_that_finds_no_instance_is_not_counted(
             assert stages_of(log.ended[0])[-1][0] == "pick", "the live page shows the wait for an instance"
 
 
+async def test_the_prefill_of_an_attempt_that_died_does_not_count_for_the_next_one(run: Run) -> None:
+    dies = FakeInstance("prefill", behaviour=Behaviour(die_at=0))
+    async with run(prefill=[dies]) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        await until_ended(rig, 1)
+        assert dies.recorded("died")
+        stages = rig.app.service.metrics.stages
+        assert (stages["prefill"].count, stages["reservation"].count, stages["whole"].count) == (0, 1, 1)
+
+
 async def test_the_pools_are_reported_as_the_router_sees_them(run: Run) -> None:
     loaded = Behaviour(num_waiting=2, num_running=3, num_waiting_tokens=500, num_without_room=1)
     decode = [FakeInstance("decode", "decode-0", behaviour=loaded), FakeInstance("decode", "decode-1")]

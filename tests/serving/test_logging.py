@@ -119,6 +119,8 @@ def test_a_timeline_knows_gaps_counts_and_what_has_not_happened() -> None:
     assert timeline.milliseconds() == {"received_ms": 0.0, "resumed_ms": 500.0}
     assert timeline.mark(RequestEvent.FINISHED) > 0
     assert [event for event, _ in timeline.marks][-1] is RequestEvent.FINISHED
+    assert timeline.between(RequestEvent.RESUMED, RequestEvent.FINISHED) is not None
+    assert timeline.between(RequestEvent.RESUMED, RequestEvent.FINISHED, RequestEvent.RECEIVED) is None
 
 
 def test_an_engine_core_logs_as_its_front_does() -> None:
