@@ -59,7 +59,7 @@ class _Flow:
     @property
     def has_begun(self) -> bool:
         """The client has a token of the request, from this router or another."""
-        return self.trace.request.has_first_token or self.choice.num_emitted > 0
+        return self.trace.request.has_first_token or self.choice.request.has_begun
 
     @property
     def waited_s(self) -> float:

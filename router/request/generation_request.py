@@ -108,6 +108,11 @@ class GenerationRequest:
         return self.num_prompt_tokens + self.max_tokens
 
     @property
+    def has_begun(self) -> bool:
+        """Its client has tokens from another router."""
+        return any(choice.token_ids or choice.is_finished for choice in self.resumed.values())
+
+    @property
     def num_resumed_tokens(self) -> int:
         """Output that has to be prefilled again, of the longest choice that goes on."""
         going_on = (choice for choice in self.resumed.values() if not choice.is_finished)

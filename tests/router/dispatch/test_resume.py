@@ -157,18 +157,34 @@ async def test_a_finished_choice_needs_no_instance_that_computes_the_same(run: R
         await rig.until_idle()
 
 
-async def test_it_waits_for_an_instance_as_a_stream_that_has_begun_does(run: Run) -> None:
+BEFORE = [expected_ids(PROMPT, SEED, 3, choice) for choice in range(2)]
+
+
+@pytest.mark.parametrize(
+    "resume",
+    [resumed(BEFORE[0]), resumed(None, BEFORE[1]), resumed(BEFORE[0], finished=[0]), resumed([], finished=[0])],
+    ids=["its tokens", "another choice's", "a finished choice's", "a finished choice"],
+)
+async def test_it_waits_for_an_instance_as_a_stream_that_has_begun_does(
+    run: Run, resume: generation_pb2.Resume
+) -> None:
     async with run(prefill=0, failover={"resume_wait_s": 20.0}) as rig:
         [decode] = rig.decode
         await decode.kill()
         while rig.app.pools.decode.num_ready():
             await asyncio.sleep(0.01)
-        resume = resumed(expected_ids(PROMPT, SEED, 3))
-        generating = asyncio.create_task(rig.generate(request_of(resume=resume)))
+        request = request_of(n=2, resume=resume)
+        generating = asyncio.create_task(rig.generate(request))
         await asyncio.sleep(0.2)
         assert not generating.done()
         await decode.restart()
-        assert rest_of(await generating, 3)
+        answer = await generating
+        known = {choice.choice: choice for choice in resume.choices}
+        for index in range(2):
+            if index not in known:
+                assert answer.is_exactly(NUM_TOKENS, choice=index)
+            elif not known[index].finished:
+                assert rest_of(answer, 3, choice=index)
 
 
 def two_contexts(short: int) -> list[FakeInstance]:
