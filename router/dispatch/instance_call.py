@@ -12,7 +12,7 @@ is open:
           └────────its own call──▶ _read_call ──┴▶ ReceiveBuffer ──▶ reserved, next_tokens
                                       └── the call's end, once everything that came before is read
 
-Without such a stream the call is read directly.
+Without such a stream all messages come through `_read_call`. A prefill call has no buffer: it is read directly.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class ReceiveDrain:
             self._timer.cancel()
 
     async def until_silent(self, length_s: float) -> None:
+        """Returns once the reader has begun no new read for `length_s`."""
         num_reads = -1
         while num_reads != self.num_reads:
             num_reads = self.num_reads
