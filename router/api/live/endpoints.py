@@ -1,4 +1,4 @@
-"""The live page's endpoints at the HTTP port, for browsers; docs/page.md describes them.
+"""The live page's endpoints at the HTTP port, for browsers; docs/live_page.md describes them.
 
 GET  /, /page/{file}                the page itself: no data, so no token
 GET  /live                          the data, as server-sent events

@@ -1,4 +1,4 @@
-"""The state that the live page shows, as JSON: docs/page.md describes its members. Pure: no clock, no I/O.
+"""The state that the live page shows, as JSON: docs/live_page.md describes its members. Pure: no clock, no I/O.
 
     Reading ─▶ LiveState.next ─▶ state: router, pools, instances, requests, ended, points, decisions
                    └── remembers of the last reading what rates and gaps need

@@ -52,7 +52,7 @@ class HttpSettings(Section):
     )
     page: bool | Literal["auto"] = setting(
         False,
-        "Serve the live page at / and its data at /live (docs/page.md): true; false; auto: unless that would need "
+        "Serve the live page at / and its data at /live (docs/live_page.md): true; false; auto: unless that would need "
         "operators' tokens that are not given.",
     )
     max_body_bytes: int = setting(4 << 20, "Longest body of a request in bytes.", ge=1024)
