@@ -36,6 +36,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -49,6 +50,7 @@ _log = logging.getLogger(__name__)
 _environment_lock = threading.Lock()
 _FIRST_MARK_S, _NUM_MARKS = 20, 60
 _PROGRESS_DELAY_US = 100
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 MemoryType = Literal["DRAM", "VRAM"]
 Handle = int
 """Of a prepared list or of a read."""
@@ -96,6 +98,7 @@ class NixlAgent:
 
     def __init__(self, name: str, settings: UcxSettings) -> None:
         self.name = name
+        settings.check()
         with ucx.prepared(settings) as self._mark:
             bindings = self._bindings = load_bindings()
             config = bindings.nixlAgentConfig()
@@ -231,9 +234,24 @@ class UcxSettings:
     address: str = "127.0.0.1"
     """Address that peers reach this instance at."""
 
+    @property
+    def given_devices(self) -> str:
+        return self.net_devices or os.environ.get("UCX_NET_DEVICES", "")
+
+    def check(self) -> None:
+        """Raises EngineError if this machine has none of the given devices: reads would go over TCP alone."""
+        names = self.given_devices.split(",")
+        if not names[0] or names[0].startswith("^") or "all" in names:
+            return
+        known = [*psutil.net_if_addrs(), *sorted(path.name for path in _RDMA_DEVICES.glob("*"))]
+        if not any(fnmatch.filter(known, name.partition(":")[0]) for name in names):
+            raise EngineError(
+                f"ucx_net_devices {self.given_devices!r}: there is no such device here; there are {', '.join(known)}"
+            )
+
     def environment(self, keepalive_s: int) -> dict[str, str]:
         variables = {
-            "UCX_NET_DEVICES": with_tcp_device(self.net_devices or os.environ.get("UCX_NET_DEVICES", ""), self.address),
+            "UCX_NET_DEVICES": with_tcp_device(self.given_devices, self.address),
             "UCX_TCP_KEEPIDLE": f"{keepalive_s}.5s",  # half a second against rounding; the socket has whole ones
         }
         has_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))

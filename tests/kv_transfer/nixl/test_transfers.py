@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from instance.config import ListenSettings, TransferSection, _connector_config
-from kv_transfer.nixl.agent import UcxSettings, net_device_of, with_needed
+from kv_transfer.nixl.agent import NixlAgent, UcxSettings, net_device_of, with_needed
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest
 from kv_transfer.page.format import PageSpec
@@ -175,6 +175,26 @@ def test_devices_include_one_that_tcp_can_use(given_devices: str, used: str, mon
     assert UcxSettings(net_devices=given_devices).environment(20)["UCX_NET_DEVICES"] == used
     monkeypatch.setenv("UCX_NET_DEVICES", given_devices)
     assert UcxSettings().environment(20)["UCX_NET_DEVICES"] == used
+
+
+@pytest.mark.parametrize("given_devices", ["mlx5_0:1", "mlx5_*:1", "eth7", "mlx5_8:1,eth7", "", "all", "^eth7"])
+def test_devices_that_are_here_are_accepted(
+    given_devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth7": []})
+    monkeypatch.setattr("kv_transfer.nixl.agent._RDMA_DEVICES", tmp_path)
+    (tmp_path / "mlx5_0").touch()
+    UcxSettings(net_devices=given_devices).check()
+
+
+def test_a_misspelt_device_is_an_error_and_no_transfer_over_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth7": []})
+    monkeypatch.setattr("kv_transfer.nixl.agent._RDMA_DEVICES", tmp_path)
+    (tmp_path / "mlx5_0").touch()
+    with pytest.raises(EngineError, match=r"ucx_net_devices 'mlx5_O:1': .*; there are lo, eth7, mlx5_0"):
+        NixlAgent("a", UcxSettings(net_devices="mlx5_O:1"))
 
 
 def test_no_device_is_added_where_none_has_the_address() -> None:
