@@ -42,8 +42,8 @@ STAGES: dict[str, tuple[RequestEvent, ...]] = {
     "prefill": (RequestEvent.PREFILL_STARTED, RequestEvent.FIRST_TOKEN, RequestEvent.PICKED),
     "whole": (RequestEvent.RECEIVED, RequestEvent.FINISHED),
 }
-"""Stages whose length is observed once per request that reached them, of the attempt that did first, as arguments of
-`Timeline.between`; `hand_over` is observed in each attempt."""
+"""Stages whose length is observed once per request that reached them, as arguments of `Timeline.between`: of the
+attempt that did first, `prefill` of the one that brought the first token; `hand_over` is observed in each attempt."""
 _LOOP_TIMEOUT_S = 2.0  # how long a scrape waits for the event loop; it fails if the loop is blocked for longer
 
 

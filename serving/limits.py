@@ -141,8 +141,8 @@ class OpenCalls:
     @contextmanager
     def awaited(self, bound: asyncio.Timeout, policy: CallPolicy) -> Iterator[None]:
         """Makes a drain wait, by its policy, while a handler runs inside `bound`, which `cut_off` ends: that
-        TimeoutError, and no other, becomes CutOff. To be left before the status is sent, which a slow reader can
-        delay."""
+        TimeoutError, and no other, becomes the call's CutOff. To be left before the status is sent, which a slow reader
+        can delay."""
         bounds = self._awaited if policy.drain_waits else self._others
         bounds[bound] = end = CallEnd()
         _call_end.set(end)

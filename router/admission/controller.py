@@ -191,7 +191,7 @@ class AdmissionController:
 
     @asynccontextmanager
     async def _admitted(self, request: GenerationRequest) -> AsyncIterator[Ticket]:
-        """Raises Rejected, which only `admit` counts."""
+        """Raises Rejected: before it yields, `admit` counts it; after that (`late`) it is counted here."""
         self._refresh()
         expected = self.lengths.expected(request.max_tokens)
         ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.num_tokens_left)

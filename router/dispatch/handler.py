@@ -2,7 +2,7 @@
 
     received ──▶ validated ──▶ admitted ──▶ generated, message by message into the sink ──▶ finished
         └─rejected─▶ failed        ├─cancelled: the client has gone──▶ aborted     └─Abort by label──▶ aborted
-                                   └─cancelled by the server: cut off by a drain, client too slow──▶ failed
+                                   └─cancelled by the server: cut off by a drain, gRPC client too slow──▶ failed
 
 The gRPC service, the OpenAI API and the VllmEngine service all use it: validation, admission, metrics and the log line
 are the same for all of them.

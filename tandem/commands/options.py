@@ -23,8 +23,8 @@ INTERRUPTED = 130
 """A shell's exit status for Ctrl-C."""
 _META = "tandem.client.credentials"
 _CREDENTIALS = {
-    "ca_file": "PEM: the CA that issued the router's certificate; enables TLS.",
-    "cert_file": "PEM: your certificate, if the router requires one.",
+    "ca_file": "PEM: the CA that issued the server's certificate; enables TLS.",
+    "cert_file": "PEM: your certificate, if the server requires one.",
     "key_file": "PEM: the certificate's private key.",
     "server_name": "Name in the router's certificate; absent: the host of its address.",
     "token_file": "File with your bearer token.",
@@ -195,18 +195,22 @@ def call_errors(timeout_s: float) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
-def given_credentials(address: str | None) -> Credentials | None:
-    """The Credentials of the command line and the environment; without any, those of the local stack that has
-    `address`, or None without an address. Raises ClickException for options that exclude each other."""
+def given_credentials(address: str | None, *, from_environment: bool = True) -> Credentials | None:
+    """The Credentials of the command line and, unless excluded, of the environment; without any, those of the local
+    stack that has `address`, or None without an address. Raises UsageError for options that exclude each other."""
     from tandem.client.credentials import Credentials
     from tandem.client.registry import credentials_for
 
-    given = click.get_current_context().meta.get(_META, {})
+    context = click.get_current_context()
+    given = context.meta.get(_META, {})
+    if not from_environment:
+        typed = {option.name for option in given_options(context)}
+        given = {name: value for name, value in given.items() if name in typed}
     try:
         if given:
             return Credentials(**given)
     except ValueError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.UsageError(str(error)) from None
     return None if address is None else credentials_for(address)
 
 

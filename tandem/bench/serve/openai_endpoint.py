@@ -145,7 +145,7 @@ class OpenAIEndpoint:
                 return ServedModel(self._model)
             hint = "check the address, and that it serves /v1/models; if it has no such page, give --model"
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                hint = "the CA that issued its certificate: --ca-file FILE"
+                hint = "--ca-file FILE: the CA that issued its certificate; the certificate must have the URL's host"
             raise RequestFailed("UNAVAILABLE", f"{self._url}: {_shown(error)} ({hint})") from None
         if not self._model and not models:
             raise RequestFailed("UNAVAILABLE", f"{self._url} lists no model; give --model NAME")

@@ -176,6 +176,7 @@ _output_options = option_group(
 
 _STOPPED_BY = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 _OF_A_ROUTER = ("connections", "server_name", "token_file")
+_OF_TLS = ("ca_file", "cert_file", "key_file")
 _OF_A_TRACE = (
     "speed", "length_scale", "trace_from_s", "trace_for_s", "hash_block_len", "max_prompt_len", "max_output_len",
     "too_long",
@@ -252,8 +253,11 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
 
 def _credentials(address: str | None, url: str | None) -> Credentials | None:
     """Those of the environment are for routers alone: an endpoint of others may have a public CA."""
-    is_given = "ca_file" in [option.name for option in given_options(click.get_current_context())]
-    return given_credentials(address) if url is None or is_given else None
+    if url is None:
+        return given_credentials(address)
+    if not url.startswith("https:"):
+        _reject(_OF_TLS, "{} is for TLS: --url https://…")
+    return given_credentials(None, from_environment=False)
 
 
 def _reject(names: Sequence[str], problem: str) -> None:

@@ -1,4 +1,4 @@
-// The router's state, followed by server-sent events; docs/page.md describes them.
+// The router's state, followed by server-sent events; docs/live_page.md describes them.
 //
 //   connecting ──snapshot──▶ live ──ended, silent or refused──▶ lost ──a while──▶ connecting
 //        └──401──▶ locked ──another token──▶ connecting      live ──hidden for a while──▶ paused ──shown──▶ connecting

@@ -52,6 +52,8 @@ def refused(*args: str) -> str:
         (("--num-prefixes", "8"), "--num-prefixes goes with --prefix-len"),
         (("--url", "https://h", "--ca-file", "absent"), "Error: --ca-file, --cert-file and --key-file: [Errno 2]"),
         (("--url", "https://h", "--ca-file", __file__), "Error: --ca-file, --cert-file and --key-file: "),
+        (("--url", "https://h", "--cert-file", "c", "--key-file", "k"), "for TLS, which requires ca_file"),
+        (("--url", "http://h", "--ca-file", "ca.crt"), "--ca-file is for TLS: --url https://…"),
         (("--url", "http://h", "--server-name", "x"), "--server-name is for a Tandem router"),
         (("--url", "http://h", "--connections", "8"), "--connections is for a Tandem router"),
         (("--prompt-len", "9:3", "--address", "{there}"), "a range like 256:1024"),
