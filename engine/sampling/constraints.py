@@ -29,6 +29,14 @@ _MAX_GROUPS = 100
 """Groups of a regular expression inside each other."""
 MAX_WHITESPACE = 16
 """Between two elements of JSON: a model that may write spaces for ever sometimes does."""
+_IN_A_GRAMMAR = re.compile(
+    r"""
+      "(?: \\. | [^"\\] )* (?: " | \\?\Z )                              # a text
+    | \#[^\n]*
+    | \[(?: \\. | [^\]\\] )* (?: \](?P<defines>[ \t]*::=)? | \\?\Z )    # a class of characters, or attributes
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 INSTALL_XGRAMMAR = to_install("structured-output")
 
@@ -75,9 +83,17 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
         case "grammar":
-            return Constraint("grammar", _text(name, value, MAX_CONSTRAINT_BYTES))
+            return Constraint("grammar", _without_attributes(_text(name, value, MAX_CONSTRAINT_BYTES)))
         case _:
             return _structural_tag(_text(name, value, MAX_CONSTRAINT_BYTES))
+
+
+def _without_attributes(grammar: str) -> str:
+    """The grammar. Raises InvalidRequest for a rule with attributes: xgrammar enforces `max_tokens` by what it has
+    masked before, so that an output could not go on from its tokens alone, and ignores `temperature`."""
+    if any(match["defines"] for match in _IN_A_GRAMMAR.finditer(grammar)):
+        raise InvalidRequest("grammar", "has a rule with attributes", "rules without them: name ::= …")
+    return grammar
 
 
 def _structural_tag(text: str) -> Constraint:

@@ -131,6 +131,13 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("json_schema", {"type": "string", "enum": ["a", 1]}, "enum has 1, which is not of type string"),
     # row 56, 59, and the rest
     ("grammar", "x" * 2**17, "bytes; allowed"),
+    (
+        "grammar",
+        "root ::= a\na[max_tokens=2] ::= [a-z]*",
+        "grammar: has a rule with attributes; allowed: rules without",
+    ),
+    ("grammar", 'root[temperature=0.2]  ::= "a"', "has a rule with attributes"),
+    ("grammar", 'root ::= ["] [\\]] # "\na[lazy] ::= "b"', "has a rule with attributes"),
     ("choice", [], "not a list of texts; allowed: 1..1000 texts"),
     ("choice", ["a", ""], r"choice\[1\]: has 0 bytes"),
     ("choice", ["x" * 60_000] * 2, "the texts are too long"),
@@ -225,6 +232,16 @@ def test_two_constraints_are_rejected() -> None:
         check(json_object=True, regex="a")
 
 
+def test_what_looks_like_attributes_in_texts_and_comments_is_none(walker: Walker) -> None:
+    for grammar, text in (
+        ('root ::= ["] "a[b] ::= c"', '"a[b] ::= c'),
+        ('root ::= "\\"[b] ::= " # a[b] ::= c', '"[b] ::= '),
+        ("root ::= [a[] # ]\n", "["),
+        ("root ::= [^\\]] ", "["),
+    ):
+        assert walker.accepts(check(grammar=grammar), text), grammar
+
+
 def test_an_end_that_is_ignored_contradicts_a_constraint() -> None:
     with pytest.raises(InvalidRequest, match="ignore_eos: contradicts a constraint"):
         check(regex="a", ignore_eos=True)
@@ -238,6 +255,8 @@ def test_an_end_that_is_ignored_contradicts_a_constraint() -> None:
         ({"grammar": "root ::= foo"}, 'grammar: xgrammar cannot compile it: .*Rule "foo" is not defined'),
         ({"grammar": "root ::= " + "(" * 30_000}, "Nest layer exceeded"),
         ({"grammar": "start: 'a'"}, "line 1, column 6"),
+        ({"grammar": "root ::= " + "[" * 60_000}, "xgrammar cannot compile it"),
+        ({"grammar": "root ::= " + '"\\' * 30_000}, "xgrammar cannot compile it"),
         ({"regex": "a**"}, "Two consecutive repetition modifiers"),
         ({"regex": "[z-a]"}, "lower bound is larger"),
         ({"json_schema": {"type": "array", "prefixItems": [INTEGER], "minItems": 2}}, "minItems is greater"),
