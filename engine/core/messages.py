@@ -4,8 +4,8 @@ Plain data, encoded with msgpack, free of torch. The server owns text; the core 
 
     AddRequest ─▶  TokensEvent …  TokensEvent(finish_reason)
     AddRequest(remote_kv) ─▶ ReservedEvent | TokensEvent(error);  KVProgress … ─▶ LoadedEvent;  Seed ─▶ TokensEvent …
-    AddRequest(hold_kv) ─▶ TransferEvent(num_ready_blocks) …, TokensEvent(finish_reason="hand_over"),
-    TransferEvent(complete) LeaseCommand(attach | renew | release) ─▶ TransferEvent(ended=released | expired | failed)
+    AddRequest(hold_kv) ─▶ TransferEvent(num_ready_blocks) …, TokensEvent("hand_over"), TransferEvent(num_tokens)
+    LeaseCommand(attach | renew | release) ─▶ TransferEvent(ended=released | expired | failed)
 """
 
 from __future__ import annotations

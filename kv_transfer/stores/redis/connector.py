@@ -13,7 +13,9 @@ Permissions an ACL user needs: getrange set del strlen pexpire info select clien
 from __future__ import annotations
 
 import logging
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -181,6 +183,7 @@ class RedisStore:
         self._readers = PagePool(endpoint, num_connections, max_remote=max_remote)
         self._writers = PagePool(endpoint, num_connections, max_remote=max_remote)
         self._outages = OutageLog(f"redis at {endpoint.address}")
+        self._left_replica_s = -math.inf
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         num_bytes = sum(map(len, buffers))
@@ -198,11 +201,13 @@ class RedisStore:
         name = self._name(key)
         request = encode("PEXPIRE", name, self._ttl_ms(key)) + encode("GETRANGE", name, 0, num_bytes)
 
-        def read(connection: PageConnection, deadline: float) -> bool | Exception:
-            connection.read_status(deadline)  # of a replica READONLY: then the page lives as long as it was to
-            return _read_page(connection, deadline, buffers, num_bytes, check)
+        def read(connection: PageConnection, deadline: float) -> tuple[bytes | ErrorReply, bool | Exception]:
+            extended = connection.read_status(deadline)  # READONLY of a replica: the page lives as long as it was to
+            return extended, _read_page(connection, deadline, buffers, num_bytes, check)
 
-        outcome = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)
+        extended, outcome = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)
+        if outcome is False and isinstance(extended, ErrorReply) and extended.reason == "readonly":
+            self._leave_replica()
         if isinstance(outcome, ErrorReply) and outcome.reason == "type":
             raise BadValue("type")
         self._check(outcome)
@@ -276,6 +281,13 @@ class RedisStore:
             raise
         self._outages.note_answer()
         return answer
+
+    def _leave_replica(self) -> None:
+        """It lacks a page: it may have been the primary, whose name stands for another server by now."""
+        now_s = time.monotonic()
+        if now_s >= self._left_replica_s + self._options.breaker_retry_s:
+            self._left_replica_s = now_s
+            self._readers.drop_idle()
 
     def _check(self, reply: object) -> None:
         """Raises an ErrorReply."""

@@ -176,6 +176,26 @@ def test_no_request_fails_whatever_happens_to_redis(
     assert len(lines) <= 12, "a log line for each failure is too many"
 
 
+def test_readers_leave_a_replica_that_lacks_a_page(own_server: RedisServer) -> None:
+    """After a failover the name stands for another server, and the old primary, a replica now, closes no connection."""
+
+    def connections() -> set[str]:
+        with own_server.client() as client:
+            return {one["id"] for one in client.client_list() if one["name"] == CLIENT_NAME}
+
+    store = RedisStore(options_of(own_server))
+    store.put(key_of(1), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    ReadOnly().begin(own_server)
+    before = connections()
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert connections() == before
+    assert read(store, key_of(2)) is None
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert len(connections() - before) == 1
+    store.close()
+
+
 def test_restarted_server_is_detected(own_server: RedisServer) -> None:
     store = RedisStore(options_of(own_server))
     store.put(key_of(1), (HEADER, PAGE))
