@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
-from router.pools.in_flight import InFlightCalls
+from router.pools.in_flight import REPORT_LAG_S, InFlightCalls
+from tests.fakes.behaviour import Behaviour
+from tests.fakes.instance import FakeInstance
+from tests.router.conftest import Run
+from tests.waiting import until
 
 
 class Accounting:
@@ -185,3 +190,20 @@ async def test_calls_to_the_old_process_are_still_notified_after_a_restart() -> 
     assert (calls.num_requests, calls.num_unreported_tokens) == (0, 0)
     calls.instance_ended("gone")
     assert old.notified == ["ended: gone"]
+
+
+async def test_a_report_of_a_state_before_a_request_does_not_count_it(run: Run) -> None:
+    """The age of the state is not the core's silence, from which pauses of the instance are left out."""
+    permits = asyncio.Semaphore(0)
+    fake = FakeInstance("decode", behaviour=Behaviour(permits=permits, load_age_s=1000.0))
+    async with run(prefill=0, decode=[fake]) as rig:
+        [instance] = rig.app.pools.decode.instances
+        asking = asyncio.create_task(rig.generate(max_tokens=1))
+        await fake.until("decode")
+        sent_s = time.monotonic()
+        await until(lambda: time.monotonic() - instance.report_age_s > sent_s + 2 * REPORT_LAG_S)
+        assert instance.calls.num_unreported == 1
+        fake.behaviour.load_age_s = 0.001
+        await until(lambda: not instance.calls.num_unreported)
+        permits.release()
+        await asking

@@ -19,7 +19,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.app import RouterApp
-from router.pools.in_flight import REPORT_LAG_S
 from router.pools.instance import UpstreamInstance
 from router.pools.settings import PoolSettings
 from serving.settings import parse_address
@@ -193,23 +192,6 @@ async def test_with_its_real_settings_a_router_leaves_a_silent_instance_within_t
         assert (await asking).is_exactly(120)
         if fault == "wedged":
             silence.cancel()
-
-
-async def test_a_report_of_a_state_before_a_request_does_not_count_it(run: Run) -> None:
-    """The age of the state is not the core's silence, from which pauses of the instance are left out."""
-    permits = asyncio.Semaphore(0)
-    fake = FakeInstance("decode", behaviour=Behaviour(permits=permits, load_age_s=1000.0))
-    async with run(prefill=0, decode=[fake]) as rig:
-        [instance] = rig.app.pools.decode.instances
-        asking = asyncio.create_task(rig.generate(max_tokens=1))
-        await fake.until("decode")
-        sent_s = time.monotonic()
-        await until(lambda: time.monotonic() - instance.report_age_s > sent_s + 2 * REPORT_LAG_S)
-        assert instance.calls.num_unreported == 1
-        fake.behaviour.load_age_s = 0.001
-        await until(lambda: not instance.calls.num_unreported)
-        permits.release()
-        await asking
 
 
 async def _growing_silence(fake: FakeInstance, since_s: float) -> None:
