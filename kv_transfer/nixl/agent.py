@@ -240,11 +240,9 @@ class UcxSettings:
 
     def check(self) -> None:
         """Raises EngineError if this machine has none of the given devices: reads would go over TCP alone."""
-        names = self.given_devices.split(",")
-        if not names[0] or names[0].startswith("^") or "all" in names:
-            return
+        names = devices_named_by(self.given_devices)
         known = [*psutil.net_if_addrs(), *sorted(path.name for path in _RDMA_DEVICES.glob("*"))]
-        if not any(fnmatch.filter(known, name.partition(":")[0]) for name in names):
+        if names and not any(fnmatch.filter(known, name.partition(":")[0]) for name in names):
             raise EngineError(
                 f"ucx_net_devices {self.given_devices!r}: there is no such device here; there are {', '.join(known)}"
             )
@@ -284,11 +282,16 @@ def with_tcp_device(devices: str, address: str) -> str:
     own = net_device_of(address)
     if not devices:
         return own
-    interfaces = psutil.net_if_addrs()
-    names = devices.split(",")
-    if devices.startswith("^") or "all" in (*names, own) or any(fnmatch.filter(interfaces, name) for name in names):
+    names, interfaces = devices_named_by(devices), psutil.net_if_addrs()
+    if not names or own == "all" or any(fnmatch.filter(interfaces, name) for name in names):
         return devices
     return f"{devices},{own}"
+
+
+def devices_named_by(devices: str) -> list[str]:
+    """Names and patterns of a list; none if it is empty, allows all devices, or only excludes some."""
+    names = devices.split(",") if devices else []
+    return [] if devices.startswith("^") or "all" in names else names
 
 
 def net_device_of(address: str) -> str:
