@@ -91,8 +91,9 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
 def _without_attributes(grammar: str) -> str:
     """The grammar. Raises InvalidRequest for a rule with attributes: xgrammar enforces `max_tokens` by what it has
     masked before, so that an output could not go on from its tokens alone, and ignores `temperature`."""
-    if any(match["defines"] for match in _IN_A_GRAMMAR.finditer(grammar)):
-        raise InvalidRequest("grammar", "has a rule with attributes", "rules without them: name ::= …")
+    for match in _IN_A_GRAMMAR.finditer(grammar):
+        if match["defines"]:
+            raise InvalidRequest("grammar", f"has a rule with attributes: {shown(match[0])}", "name ::= …")
     return grammar
 
 

@@ -134,7 +134,7 @@ REJECTED: list[tuple[str, Any, str]] = [
     (
         "grammar",
         "root ::= a\na[max_tokens=2] ::= [a-z]*",
-        "grammar: has a rule with attributes; allowed: rules without",
+        r"grammar: has a rule with attributes: '\[max_tokens=2\] ::='; allowed: name ::= …",
     ),
     ("grammar", 'root[temperature=0.2]  ::= "a"', "has a rule with attributes"),
     ("grammar", 'root ::= ["] [\\]] # "\na[lazy] ::= "b"', "has a rule with attributes"),
