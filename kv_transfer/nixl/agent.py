@@ -32,11 +32,11 @@ import logging
 import os
 import re
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 _environment_lock = threading.Lock()
 _FIRST_MARK_S, _NUM_MARKS = 20, 60
 _PROGRESS_DELAY_US = 100
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+_BINDINGS = "nixl._bindings"
 MemoryType = Literal["DRAM", "VRAM"]
 Handle = int
 """Of a prepared list or of a read."""
@@ -98,7 +98,7 @@ class NixlAgent:
 
     def __init__(self, name: str, settings: UcxSettings) -> None:
         self.name = name
-        settings.check()
+        self._settings = settings
         with ucx.prepared(settings) as self._mark:
             bindings = self._bindings = load_bindings()
             config = bindings.nixlAgentConfig()
@@ -109,7 +109,13 @@ class NixlAgent:
                 self._agent = bindings.nixlAgent(name, config)
                 self._agent.createBackend("UCX", {})
             except Exception as error:
+                settings.check(ucx.take_device_warning())
                 raise EngineError(f"NIXL cannot make an agent over UCX: {error}") from error
+            self._device_warning = ucx.take_device_warning()
+
+    def check_devices(self) -> None:
+        """Raises EngineError if UCX cannot use a given device."""
+        self._settings.check(self._device_warning)
 
     # Memory
 
@@ -217,7 +223,7 @@ class NixlAgent:
 def load_bindings() -> Any:
     """The library. Raises EngineError that says how to install it."""
     try:
-        return importlib.import_module("nixl._bindings")
+        return importlib.import_module(_BINDINGS)
     except ImportError as error:
         raise EngineError(
             f"the nixl connector needs the NIXL library: pip install 'nixl>=1.5.1,<1.6' ({error})"
@@ -238,14 +244,11 @@ class UcxSettings:
     def given_devices(self) -> str:
         return self.net_devices or os.environ.get("UCX_NET_DEVICES", "")
 
-    def check(self) -> None:
-        """Raises EngineError if this machine has none of the given devices: reads would go over TCP alone."""
-        names = devices_named_by(self.given_devices)
-        known = [*psutil.net_if_addrs(), *sorted(path.name for path in _RDMA_DEVICES.glob("*"))]
-        if names and not any(fnmatch.filter(known, name.partition(":")[0]) for name in names):
-            raise EngineError(
-                f"ucx_net_devices {self.given_devices!r}: there is no such device here; there are {', '.join(known)}"
-            )
+    def check(self, device_warning: str) -> None:
+        """Raises EngineError if UCX has warned that it cannot use a given device: reads would go over the others."""
+        if device_warning and devices_named_by(self.given_devices):
+            source = "ucx_net_devices" if self.net_devices else "UCX_NET_DEVICES"
+            raise EngineError(f"{source} {self.given_devices!r}: UCX cannot use all of them: {device_warning}")
 
     def environment(self, keepalive_s: int) -> dict[str, str]:
         variables = {
@@ -289,7 +292,7 @@ def with_tcp_device(devices: str, address: str) -> str:
 
 
 def devices_named_by(devices: str) -> list[str]:
-    """Names and patterns of a list; none if it is empty, allows all devices, or only excludes some."""
+    """Names and ranges (eth[0-3]) of a list; none if it is empty, allows all devices, or only excludes some."""
     names = devices.split(",") if devices else []
     return [] if devices.startswith("^") or "all" in names else names
 
@@ -314,6 +317,7 @@ class UcxLog:
         self._descriptor, self._path = tempfile.mkstemp(prefix="ucx-", suffix=".log")
         self._partial_line = ""
         self.environment = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": self._path}
+        self.device_warning = ""
         self._transports: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -339,13 +343,17 @@ class UcxLog:
                     transport = f"{chosen['where']} {chosen['lanes'].strip()}"
                     self._transports[chosen["agent"][:_WORKER_NAME_LEN]] = transport
                 elif (warning := _WARNING.search(line)) is not None:
-                    level = logging.DEBUG if warning["level"] == "WARN" else logging.WARNING
-                    _log.log(level, "UCX: %s", warning["text"])
+                    is_about_devices = _UNAVAILABLE.match(warning["text"]) is not None
+                    if is_about_devices:
+                        self.device_warning = warning["text"]
+                    is_harmless = warning["level"] == "WARN" and not is_about_devices
+                    _log.log(logging.DEBUG if is_harmless else logging.WARNING, "UCX: %s", warning["text"])
 
 
 _WORKER_NAME_LEN = 24  # UCX cuts the names of its workers
 _TRANSPORT = re.compile(r"UCX  INFO\s+(?P<agent>\S+) (?P<where>int\S+) cfg#\d+ (?P<lanes>.*)")
 _WARNING = re.compile(r"UCX  (?P<level>WARN|ERROR|FATAL)\s+(?P<text>.*)")
+_UNAVAILABLE = re.compile(r"network devices? .* not available")
 
 
 class UcxProcess:
@@ -373,7 +381,15 @@ class UcxProcess:
             finally:
                 if self.log is not None and not self._loaded:
                     self.log.unlink()
-            self._loaded = True
+                self._loaded |= sys.modules.get(_BINDINGS) is not None  # also where no agent could be made with it
+
+    def take_device_warning(self) -> str:
+        """UCX's new warning that devices are not available; empty if there is none, or if the log is elsewhere."""
+        if self.log is None:
+            return ""
+        self.log.read()
+        warning, self.log.device_warning = self.log.device_warning, ""
+        return warning
 
 
 ucx = UcxProcess()

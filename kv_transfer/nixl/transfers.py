@@ -206,6 +206,7 @@ class LendingAgent:
         self._tags = tags
         self._key = key
         self._agent = NixlAgent(f"lends-{epoch.hex()}", settings)
+        self._agent.check_devices()
         for region in (pages, tags):
             self._agent.register(region)
         self._agent_metadata = self._agent.metadata()

@@ -294,6 +294,7 @@ class _RawNixl:
     def __init__(self, settings: UcxSettings, shape: Shape, kv: torch.Tensor) -> None:
         region = Region("DRAM", 0, kv.data_ptr(), shape.block_bytes, shape.num_blocks)
         self.agent = NixlAgent(f"bare-{os.urandom(8).hex()}", settings)
+        self.agent.check_devices()
         self.agent.register(region)
         self._local = self.agent.prepare(region)
         self._remote: dict[str, int] = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -165,7 +167,7 @@ def test_ucx_listens_where_peers_reach_this_instance(monkeypatch: pytest.MonkeyP
         ("mlx5_0:1", "mlx5_0:1,lo"),
         ("mlx5_0:1,lo", "mlx5_0:1,lo"),
         ("eth7", "eth7"),
-        ("mlx5_0:1,eth*", "mlx5_0:1,eth*"),
+        ("mlx5_0:1,eth[5-8]", "mlx5_0:1,eth[5-8]"),
         ("all", "all"),
         ("^mlx5_0:1", "^mlx5_0:1"),
     ],
@@ -177,24 +179,31 @@ def test_devices_include_one_that_tcp_can_use(given_devices: str, used: str, mon
     assert UcxSettings().environment(20)["UCX_NET_DEVICES"] == used
 
 
-@pytest.mark.parametrize("given_devices", ["mlx5_0:1", "mlx5_*:1", "eth7", "mlx5_8:1,eth7", "", "all", "^eth7"])
-def test_devices_that_are_here_are_accepted(
-    given_devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given_devices", ["lo,no_such0", "no_such0", "no_such0:1", "no_such[0-1]:1", "lo:2", "l*"])
+@pytest.mark.parametrize("source", ["ucx_net_devices", "UCX_NET_DEVICES"])
+def test_a_device_that_ucx_cannot_use_is_an_error_that_names_the_usable_ones(
+    given_devices: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth7": []})
-    monkeypatch.setattr("kv_transfer.nixl.agent._RDMA_DEVICES", tmp_path)
-    (tmp_path / "mlx5_0").touch()
-    UcxSettings(net_devices=given_devices).check()
+    monkeypatch.setenv("UCX_NET_DEVICES", given_devices if source.isupper() else "lo")
+    options: dict[str, Any] = {} if source.isupper() else {source: given_devices}
+    connector = NixlConnector(wake=lambda: None, digest=False, **options)
+    shown = rf"{source} '{re.escape(given_devices)}': "
+    reason = shown + r".*: network devices? .*(no_such0|lo:2|l\*).* not available.*'lo'\(tcp\)"
+    with pytest.raises(EngineError, match=reason):
+        connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
 
 
-def test_a_misspelt_device_is_an_error_and_no_transfer_over_tcp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth7": []})
-    monkeypatch.setattr("kv_transfer.nixl.agent._RDMA_DEVICES", tmp_path)
-    (tmp_path / "mlx5_0").touch()
-    with pytest.raises(EngineError, match=r"ucx_net_devices 'mlx5_O:1': .*; there are lo, eth7, mlx5_0"):
-        NixlAgent("a", UcxSettings(net_devices="mlx5_O:1"))
+@pytest.mark.parametrize("given_devices", ["", "lo", "lo,lo", "all", "^no_such0"])
+def test_devices_that_ucx_can_use_are_accepted(given_devices: str) -> None:
+    agent = NixlAgent("a", UcxSettings(net_devices=given_devices))
+    agent.check_devices()
+    agent.close()
+
+
+def test_an_agent_that_is_made_again_does_without_a_device_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    agent = NixlAgent("a", UcxSettings(net_devices="lo,no_such0"))
+    assert "network device 'no_such0' is not available" in caplog.text
+    agent.close()
 
 
 def test_no_device_is_added_where_none_has_the_address() -> None:
