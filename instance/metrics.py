@@ -28,6 +28,7 @@ from instance import vllm_metrics
 from instance.vllm_metrics import VllmRequests
 from protos.tandem.v1 import common_pb2, instance_pb2
 from serving.histogram import Histogram
+from serving.limits import call_end
 from serving.logging import RequestEvent, Timeline, log_event
 from serving.metrics import counter, gauge, histogram
 
@@ -93,7 +94,9 @@ class RequestMetrics:
 
     num_received: int = 0
     num_cancelled: int = 0  # ended by the caller before the last chunk
-    num_failed: int = 0
+    num_failed: int = (
+        0  # with an error, or ended by this instance: at the end of a drain, or for a caller that reads not
+    )
     num_tokens: int = 0  # output tokens sent
     num_leases_given_up: int = 0  # of prefills that were cancelled, failed or needed no hand-over
     num_seeded: int = 0
@@ -115,16 +118,17 @@ class RequestMetrics:
         try:
             yield observation
         except (GeneratorExit, asyncio.CancelledError):
-            if observation.finish_reason is None:
+            if observation.finish_reason is not None:
+                self._finished(observation)
+            elif (end := call_end().error) is not None:
+                self._failed(observation, end)
+            else:
                 self.num_cancelled += 1
                 self._ended(observation, RequestEvent.ABORTED)
-            else:
-                self._finished(observation)
             raise
         except BaseException as error:
-            self.num_failed += 1
             self.vllm.observe_failure(error)
-            self._ended(observation, RequestEvent.FAILED, error=type(error).__name__)
+            self._failed(observation, error)
             raise
         else:
             self._finished(observation)
@@ -148,6 +152,10 @@ class RequestMetrics:
         self.finished[reason] += 1
         observation.finish()
         self._ended(observation, RequestEvent.FINISHED, reason=reason)
+
+    def _failed(self, observation: Observation, error: BaseException) -> None:
+        self.num_failed += 1
+        self._ended(observation, RequestEvent.FAILED, error=type(error).__name__)
 
     def _ended(self, observation: Observation, event: RequestEvent, **fields: object) -> None:
         timeline = observation.timeline

@@ -49,6 +49,14 @@ async def decoding(rig: Rig, request_id: str = "r1") -> Any:
     return call
 
 
+async def prefilling(rig: Rig) -> Any:
+    """A stream that waits for its first token."""
+    hand_over = prefill_pb2.HandOver(transfer_id="t1", lease_s=5.0)
+    call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request(), hand_over=hand_over))
+    assert (await next_message(call)).WhichOneof("event") == "accepted"
+    return call
+
+
 async def reports(rig: Rig) -> AsyncGenerator[instance_pb2.WatchLoadResponse]:
     async for report in rig.instance.WatchLoad(instance_pb2.WatchLoadRequest()):
         yield report
@@ -136,9 +144,7 @@ async def test_a_reader_that_comes_during_the_drain_gets_its_kv(folder: Path) ->
     server = {"drain_grace_s": 10.0, "drain_move_s": 10.0}
     async with running(folder, PREFILL, server=server, transfer={"lease_s": 5.0}) as rig:
         ending = asyncio.create_task(serve(rig.server, rig.signals))
-        hand_over = prefill_pb2.HandOver(transfer_id="t1", lease_s=5.0)
-        call = rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=instance_request("r1"), hand_over=hand_over))
-        assert (await next_message(call)).WhichOneof("event") == "accepted"
+        call = await prefilling(rig)
         rig.core.emit(TransferEvent("t1", 2, num_tokens=10), num_transfers=1)
         rig.core.emit(TokensEvent("r1", [72], finish_reason="hand_over"))
         await read_all(call)
@@ -210,6 +216,18 @@ async def test_a_signal_limits_a_drain_that_a_call_has_begun_to_the_instance_s_o
         await until(lambda: rig.server.reporter.latest.moving_out)
         assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
         assert await within(ending) == EXIT_CUT_OFF
+
+
+async def test_requests_that_the_drain_cuts_off_count_as_failed_and_not_as_cancelled(folder: Path) -> None:
+    for role in (DECODE, PREFILL):
+        async with running(folder, role, server={"drain_grace_s": 0.2}) as rig:
+            call = await (decoding if role is DECODE else prefilling)(rig)
+            ending = asyncio.create_task(serve(rig.server, rig.signals))
+            rig.signals.request_stop()
+            assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+            assert await within(ending) == EXIT_CUT_OFF
+            metrics = rig.server.metrics
+            assert (metrics.num_failed, metrics.num_cancelled, metrics.vllm.num_rejected) == (1, 0, 0)
 
 
 async def test_a_drain_asked_for_by_a_call_takes_the_grace_of_the_call(folder: Path) -> None:
