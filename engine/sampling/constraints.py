@@ -31,9 +31,13 @@ MAX_WHITESPACE = 16
 """Between two elements of JSON: a model that may write spaces for ever sometimes does."""
 _IN_A_GRAMMAR = re.compile(
     r"""
-      "(?: \\. | [^"\\] )* (?: " | \\?\Z )                              # a text
-    | \#[^\n]*
-    | \[(?: \\. | [^\]\\] )* (?: \](?P<defines>[ \t]*::=)? | \\?\Z )    # a class of characters, or attributes
+      "(?: \\. | [^"\\] )* (?: " | \\?\Z )                    # a text
+    | \#[^\r\n]*
+    | (?: (?<=[\w.-])\[                                       # attributes
+            (?: [ \t]*[a-z_]+[ \t]* (?: =[ \t]* (?: [\d.eE+-]+ | "[^"\\\r\n]*" ) [ \t]* )? (?: , | (?=\]) ) )+
+            \] (?=[ \t]*::=)
+        | \[(?: \\. | [^\]\\] )* (?: \] | \\?\Z )             # a class of characters
+      ) (?P<defines>[ \t]*::=)?
     """,
     re.VERBOSE | re.DOTALL,
 )

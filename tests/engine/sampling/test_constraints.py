@@ -138,6 +138,9 @@ REJECTED: list[tuple[str, Any, str]] = [
     ),
     ("grammar", 'root[temperature=0.2]  ::= "a"', "has a rule with attributes"),
     ("grammar", 'root ::= ["] [\\]] # "\na[lazy] ::= "b"', "has a rule with attributes"),
+    ("grammar", "root ::= a # x\ra[max_tokens=2] ::= [a-z]*", r"attributes: '\[max_tokens=2\] ::='"),
+    ("grammar", 'root ::= a\na[capture="]", max_tokens=2] ::= [a-z]*', "has a rule with attributes"),
+    ("grammar", 'root ::= a\na[capture = "#[\'" , stop_capture="]" ]::= [a-z]*', "has a rule with attributes"),
     ("choice", [], "not a list of texts; allowed: 1..1000 texts"),
     ("choice", ["a", ""], r"choice\[1\]: has 0 bytes"),
     ("choice", ["x" * 60_000] * 2, "the texts are too long"),
@@ -238,6 +241,10 @@ def test_what_looks_like_attributes_in_texts_and_comments_is_none(walker: Walker
         ('root ::= "\\"[b] ::= " # a[b] ::= c', '"[b] ::= '),
         ("root ::= [a[] # ]\n", "["),
         ("root ::= [^\\]] ", "["),
+        ('root ::= a["\\]] "a[lazy] ::= b"\na ::= "x"', "x]a[lazy] ::= b"),
+        ('root ::= a["] ", lazy] ::= b"\na ::= "x"', 'x", lazy] ::= b'),
+        ('root ::= a[b="]" [c] ::= "\na ::= "x"', "x= [c] ::= "),
+        ('root ::= a # a[lazy] ::= b\ra ::= "x"', "x"),
     ):
         assert walker.accepts(check(grammar=grammar), text), grammar
 
