@@ -357,12 +357,13 @@ class AdmissionController:
         if not too_many and (self.queue.queued_cost <= settings.max_queued_tokens or queued_cost <= part):
             return
         last = self.queue.last(entry.flow)
-        if last is None or last.priority >= entry.priority or last.item.turn is None or last.item.turn.done():
+        if last is None or last.priority >= entry.priority or last.item.turn is None:
             what = f"{num_queued - 1} requests" if too_many else f"{queued_cost - entry.cost:.0f} tokens"
             raise self._rejection("queue_full", f"{what} wait already, the most allowed", entry)
         last.item.displaced = self._rejection("displaced", "requests of higher priority fill the queue", last)
         self.queue.remove(last, self.clock())
-        last.item.turn.set_result(None)
+        if not last.item.turn.done():  # else it has just been cancelled, and leaves by itself
+            last.item.turn.set_result(None)
 
     def _check_predicted_wait(self, entry: Entry[Ticket], deadline_s: float | None) -> None:
         wait_s = self._predicted_wait_s(entry)

@@ -131,6 +131,23 @@ async def test_requests_that_come_together_displace_one_each() -> None:
     await rig.close()
 
 
+async def test_the_place_of_a_waiter_that_has_just_been_cancelled_is_free_once() -> None:
+    rig = AdmissionRig(max_queued=2)
+    for name in "abcd":
+        await rig.arrive(name, request(priority=-1))
+    urgent = request(priority=3)
+    # The urgent ones come before the loop has resumed the cancelled one.
+    await asyncio.gather(rig.arrive("urgent-0", urgent), rig.arrive("urgent-1", urgent), rig.cancel("d"))
+    assert rig.tasks["d"].cancelled()
+    assert "requests of higher priority" in (await rig.rejection("c")).message
+    assert rig.admission.num_rejected == {"displaced": 1}
+    assert (rig.admission.num_queued, rig.admission.queue.queued_cost) == (2, 20)
+    await rig.finish("a")
+    await rig.finish("b")
+    assert rig.inside == ["a", "b", "urgent-0", "urgent-1"]
+    await rig.close()
+
+
 async def test_the_tokens_that_wait_are_bounded_and_parted_among_tenants() -> None:
     rig = AdmissionRig(max_queued_tokens=100, max_queued=1000)
     for number in range(20):
