@@ -285,11 +285,13 @@ def test_template_refuses_what_does_not_go_together(what: str) -> None:
 
 
 def test_the_charts_own_name_is_refused_for_redis_too_and_another_releases_is_not() -> None:
-    def redis(secret: str) -> dict[str, Any]:
-        return {"connector": {"name": "redis", "redis": {"existingSecret": secret}}}
+    def redis(secret: str, **other: Any) -> dict[str, Any]:
+        return {"connector": {"name": "redis", "redis": {"existingSecret": secret, **other}}}
 
     with pytest.raises(HelmError, match=r"connector\.redis\.existingSecret: on-tandem-redis is the name of the Secret"):
         render(redis("on-tandem-redis"))
+    with pytest.raises(HelmError, match=r"if this release created it, Helm deletes it .*; copy it to a Secret with"):
+        render(redis("on-tandem-redis", bundled=False, url="redis://host:1"))
     assert render(redis("tandem-redis"))
 
 

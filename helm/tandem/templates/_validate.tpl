@@ -40,7 +40,7 @@
 {{- range $value, $suffix := dict "key" "kv-key" "redis" "redis" -}}
 {{- $given := (index $connector $value).existingSecret -}}
 {{- if eq $given (printf "%s-%s" (include "tandem.fullname" $) $suffix) -}}
-{{- fail (printf "connector.%s.existingSecret: %s is the name of the Secret that the chart creates itself, and Helm deletes that one when it is replaced; copy it to a Secret with another name, and give that name" $value $given) -}}
+{{- fail (printf "connector.%s.existingSecret: %s is the name of the Secret that the chart creates where none is given; if this release created it, Helm deletes it when it is named here; copy it to a Secret with another name, and give that name" $value $given) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $connector.capacityBytes (not (include "tandem.usesVolume" .)) -}}
