@@ -255,7 +255,7 @@ def _credentials(address: str | None, url: str | None) -> Credentials | None:
     """Those of the environment are for routers alone: an endpoint of others may have a public CA."""
     if url is None:
         return given_credentials(address)
-    if not url.startswith("https:"):
+    if not url.lower().startswith("https:"):
         _reject(_OF_TLS, "{} is for TLS: --url https://…")
     return given_credentials(None, from_environment=False)
 

@@ -52,6 +52,7 @@ def refused(*args: str) -> str:
         (("--num-prefixes", "8"), "--num-prefixes goes with --prefix-len"),
         (("--url", "https://h", "--ca-file", "absent"), "Error: --ca-file, --cert-file and --key-file: [Errno 2]"),
         (("--url", "https://h", "--ca-file", __file__), "Error: --ca-file, --cert-file and --key-file: "),
+        (("--url", "HTTPS://h", "--ca-file", "absent"), "Error: --ca-file, --cert-file and --key-file: [Errno 2]"),
         (("--url", "https://h", "--cert-file", "c", "--key-file", "k"), "for TLS, which requires ca_file"),
         (("--url", "http://h", "--ca-file", "ca.crt"), "--ca-file is for TLS: --url https://…"),
         (("--url", "http://h", "--server-name", "x"), "--server-name is for a Tandem router"),
