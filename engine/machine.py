@@ -6,6 +6,7 @@ exhaust the quota and be throttled; KV memory beyond the limit would get the pro
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import math
@@ -43,6 +44,18 @@ def useful_threads(cgroup: Path = _CGROUP) -> int:
     quota = cpu_quota(cgroup)
     cores = len(usable_cores())
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+@functools.cache
+def second_level_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """A usable core's share of its cache of the second level; 512 KiB where it is not known."""
+    cache = cpus / f"cpu{usable_cores()[0]}" / "cache" / "index2"
+    try:
+        kibibytes = int((cache / "size").read_text().strip().removesuffix("K"))
+        num_sharing = (cache / "shared_cpu_map").read_text().replace(",", "")
+        return kibibytes * 1024 // max(1, int(num_sharing, 16).bit_count())
+    except (OSError, ValueError):
+        return 512 * 1024
 
 
 def visible_gpus() -> list[str]:

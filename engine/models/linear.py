@@ -14,6 +14,7 @@ from engine.attention.compilation import has_wide_registers, multiplies_pairs, m
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.config import Quantization
+from engine.machine import second_level_bytes
 from engine.models.elementwise import to_float32
 from engine.models.panel_linear_kernels import PANEL, multiply_address
 from engine.models.quantized import QuantizedLinear, stacked
@@ -130,7 +131,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
 _SHORT_PRODUCTS = 1 << 16
 """With fewer multiplications of numbers one thread finishes before a second has started."""
 
-_Arguments = ctypes.c_int64 * 8
+_Arguments = ctypes.c_int64 * 9
 _address_of = {in_pairs: functools.partial(multiply_address, in_pairs=in_pairs) for in_pairs in (False, True)}
 
 
@@ -153,6 +154,8 @@ class PanelLinear:
         bias = torch.zeros(self.out_features) if bias is None else bias.float()
         self._bias = torch.nn.functional.pad(bias, (0, -self.out_features % PANEL))
         in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
+        # Two panels, the rows, and what else is there. Where they do not fit, panels of many rows are read twice.
+        self._prefetches_next = 3 * self._panels[0].nbytes <= second_level_bytes()
         self._are_converted = weight.dtype == torch.bfloat16 and not in_pairs
         self._launch = launcher_for(_address_of[in_pairs], weight.dtype)
 
@@ -183,6 +186,7 @@ class PanelLinear:
             self._panels.data_ptr(),
             self._bias.data_ptr(),
             output.data_ptr(),
+            self._prefetches_next,
         )
         is_short = num_rows * self._panels.numel() < _SHORT_PRODUCTS
         self._launch(None if is_short else torch.get_num_threads(), arguments)

@@ -8,6 +8,9 @@ A row adds the numbers of a group in the order of its inputs, and then the group
 Of four rows, 32 registers of sixteen floats hold the sums of the whole panel, or of twelve rows those of its half: what
 is converted then serves more rows. Sixteen registers of eight floats hold the sums of a quarter for four rows, and the
 numbers beside them: there the panel is read quarter by quarter, of two rows half by half.
+
+Where there are more than four rows, memory would wait while the others read the panel from the second level. So they
+prefetch the thread's next panel, a quarter each, for which a thread takes its next task before it computes this one.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -56,7 +59,8 @@ _SUMS = 24
 def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
-    [rows, outputs]. `dtype`: float32, or bfloat16, whose numbers are pairs, multiplied as such if `in_pairs`."""
+    [rows, outputs], whether the next panel is prefetched. `dtype`: float32, or bfloat16, whose numbers are pairs,
+    multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
     numbers = PAIRS if in_pairs else kind
     if dtype == "bfloat16" and not in_pairs:
@@ -77,6 +81,7 @@ def multiply_address(dtype: str, *, in_pairs: bool) -> int:
 def _multiplying(many):
     """The kernel's body, for `many` rows at once where there are as many."""
     multiply_many = _multiply_rows(many, ahead=0)
+    num_quarters = _num_quarters(many)
 
     @kernel_part
     def multiply(a, kind, numbers):
@@ -84,57 +89,78 @@ def _multiplying(many):
         x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
         output = pointer(a[7], kind)
         num_chunks = (rows + _CHUNK - 1) // _CHUNK
+        quarter = WIDTH * num_numbers
+        task = next_task(a)
         while True:
-            task = next_task(a)
             column = task // num_chunks * PANEL
             if column >= outputs:
                 break
             row = task % num_chunks * _CHUNK
             last = min(row + _CHUNK, rows)
+            task = next_task(a)
+            next_column = task // num_chunks * PANEL
+            is_next = a[8] != 0 and column < next_column < outputs and row + 4 < last
+            line, end = next_column * num_numbers, (next_column + PANEL * is_next) * num_numbers
             if row + 4 <= last:
-                _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
-                row += 4
+                _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
+                line, row = line + quarter, row + 4
             while row + many <= last:
-                multiply_many(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
-                row += many
+                multiply_many(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
+                line, row = line + quarter * num_quarters, row + many
             while many > 4 and row + 4 <= last:
-                _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
-                row += 4
+                _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
+                line, row = line + quarter, row + 4
             if row + 2 <= last:
-                _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+                _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
                 row += 2
             if row < last:
-                _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column), numbers)
+                _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
 
     return multiply
 
 
+def _vectors_at_once(num_rows):
+    """How many vectors of the panel's sums the registers hold for so many rows."""
+    return min(num_together(num_rows, _VECTORS), _SUMS // num_rows)
+
+
+def _num_quarters(num_rows):
+    """How many quarters of the next panel so many rows prefetch: about one for each four rows."""
+    return min(_VECTORS // _vectors_at_once(num_rows), num_rows // 4)
+
+
 def _multiply_rows(num_rows, *, ahead):
     """`num_rows` rows times one panel. Arguments: x, (row, numbers of an input row), matrix, bias, output, (outputs of
-    a row, first output of the panel), and how numbers are multiplied: a kind of `Arithmetic`. `ahead`: by how many
-    numbers the panel is prefetched, 0: not."""
-    num_vectors = min(num_together(num_rows, _VECTORS), _SUMS // num_rows)
+    a row, first output of the panel, and in the matrix where to prefetch the next panel from, and its end), and how
+    numbers are multiplied: a kind of `Arithmetic`. `ahead`: by how many numbers the panel is prefetched, 0: not."""
+    num_vectors = _vectors_at_once(num_rows)
+    num_parts = _VECTORS // num_vectors
+    num_quarters = _num_quarters(num_rows)
 
     def codegen(context, builder, sig, args):
-        x, row_places, matrix, bias, output, output_places, _ = args
+        x, row_places, matrix, bias, output, places, _ = args
         arithmetic = Arithmetic(sig.args[6])
         row, num_numbers = cgutils.unpack_tuple(builder, row_places)
-        outputs, column = cgutils.unpack_tuple(builder, output_places)
+        outputs, column, line, end = cgutils.unpack_tuple(builder, places)
         rows = [builder.add(row, I64(index)) for index in range(num_rows)]
         num_factors = I64(arithmetic.num_factors)
         starts = [builder.mul(one, builder.mul(num_numbers, num_factors)) for one in rows]
         panel = builder.mul(column, num_numbers)
 
-        def multiply_part(part):
+        def multiply_part(part, *, prefetches_next=False):
             offset = builder.mul(part, I64(WIDTH * num_vectors))
 
             def add_products(number, sums):
-                line = builder.add(panel, builder.mul(number, I64(PANEL)))
+                present = builder.add(panel, builder.mul(number, I64(PANEL)))
                 for place in range(0, PANEL if ahead else 0, WIDTH):
-                    prefetched(builder, matrix, builder.add(line, I64(ahead * PANEL + place)))
-                first = builder.add(line, offset)
-                places = [builder.add(first, I64(WIDTH * vector)) for vector in range(num_vectors)]
-                weights = [builder.load(vector_at(builder, matrix, place), align=4) for place in places]
+                    prefetched(builder, matrix, builder.add(present, I64(ahead * PANEL + place)))
+                if prefetches_next:
+                    index = builder.add(builder.mul(part, num_numbers), number)
+                    index = builder.udiv(index, I64(num_parts // num_quarters))
+                    prefetched(builder, matrix, builder.add(line, builder.mul(index, I64(WIDTH))))
+                first = builder.add(present, offset)
+                vectors = [builder.add(first, I64(WIDTH * vector)) for vector in range(num_vectors)]
+                weights = [builder.load(vector_at(builder, matrix, vector), align=4) for vector in vectors]
                 factors = [arithmetic.factors(builder, weight) for weight in weights]
                 for factor in range(arithmetic.num_factors):
                     at = builder.add(builder.mul(number, num_factors), I64(factor))
@@ -151,11 +177,18 @@ def _multiply_rows(num_rows, *, ahead):
                         place = builder.add(builder.mul(one, outputs), at)
                         put_floats(builder, output, place, builder.fadd(total, added), sig.args[4].dtype)
 
-        for_each(builder, _VECTORS // num_vectors, multiply_part)
+        if num_quarters == 0:
+            for_each(builder, num_parts, multiply_part)
+        else:
+            with builder.if_else(builder.icmp_signed("<", line, end)) as (prefetching, otherwise):
+                with prefetching:
+                    for_each(builder, num_parts, functools.partial(multiply_part, prefetches_next=True))
+                with otherwise:
+                    for_each(builder, num_parts, multiply_part)
         return context.get_dummy_value()
 
-    def typing(typingctx, x, row_places, matrix, bias, output, output_places, numbers):
-        return types.void(x, row_places, matrix, bias, output, output_places, numbers), codegen
+    def typing(typingctx, x, row_places, matrix, bias, output, places, numbers):
+        return types.void(x, row_places, matrix, bias, output, places, numbers), codegen
 
     return intrinsic(typing)
 
@@ -176,7 +209,7 @@ def _summed(builder, num_numbers, num_sums, add_products):
 
 
 _multiply_first_four = _multiply_rows(4, ahead=0 if multiplies_pairs() else _AHEAD)
-"""For a panel that is not in the second level yet."""
+"""For a panel that may not be in the second level yet."""
 _multiply_four = _multiply_rows(4, ahead=0)
 _multiply_two = _multiply_rows(2, ahead=_AHEAD)
 _multiply_one = _multiply_rows(1, ahead=_AHEAD if has_wide_registers() else _NEAR)

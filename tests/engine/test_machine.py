@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from engine import machine
-from engine.machine import available_bytes, cpu_quota, set_num_threads, usable_cores, useful_threads
+from engine.machine import (
+    available_bytes,
+    cpu_quota,
+    second_level_bytes,
+    set_num_threads,
+    usable_cores,
+    useful_threads,
+)
 
 
 @pytest.mark.parametrize(("cpu_max", "cores"), [("200000 100000", 2.0), ("150000 100000", 1.5), ("max 100000", None)])
@@ -29,6 +36,19 @@ def test_threads_are_no_more_than_cores_and_no_fewer_than_one(tmp_path: Path, mo
     for quota, threads in (("150000", 2), ("10000", 1), ("6400000", 64), ("12800000", 64)):
         (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
         assert useful_threads(tmp_path) == threads
+
+
+@pytest.mark.parametrize(
+    ("size", "sharing", "num_bytes"),
+    [("2048K", "1", 2 << 20), ("1024K", "00000001,00000001", 512 << 10), ("32M", "f", 512 << 10), ("", "1", 512 << 10)],
+)
+def test_a_core_has_its_share_of_the_second_level(tmp_path: Path, size: str, sharing: str, num_bytes: int) -> None:
+    cache = tmp_path / f"cpu{usable_cores()[0]}" / "cache" / "index2"
+    cache.mkdir(parents=True)
+    (cache / "size").write_text(f"{size}\n")
+    (cache / "shared_cpu_map").write_text(f"{sharing}\n")
+    assert second_level_bytes(tmp_path) == num_bytes
+    assert second_level_bytes(tmp_path / "none") == 512 << 10
 
 
 def test_memory_is_what_the_limit_leaves(tmp_path: Path) -> None:

@@ -77,6 +77,19 @@ def test_any_shape_any_rows_any_threads(
             assert torch.equal(torch.cat([layer(part) for part in x.split(rows)]), y)
 
 
+@pytest.mark.parametrize("second_level_bytes", [1 << 30, 1])
+def test_any_number_of_rows_with_and_without_the_next_panel_prefetched(
+    dtype: torch.dtype, second_level_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = numbers(320, 34, dtype=dtype), numbers(270, 34, dtype=dtype)
+    monkeypatch.setattr(linear, "second_level_bytes", lambda: second_level_bytes)
+    layer = PanelLinear(weight, None)
+    torch.set_num_threads(2)
+    one_by_one = torch.cat([layer(row) for row in x.split(1)])
+    for rows in (*range(1, 34), 48, 127, 128, 129, 140, 270):
+        assert torch.equal(layer(x[:rows]), one_by_one[:rows])
+
+
 def test_rows_of_a_wider_matrix_are_copied_and_no_row_is_no_result(dtype: torch.dtype) -> None:
     layer, wide = PanelLinear(numbers(64, 32, dtype=dtype), None), numbers(5, 40, dtype=dtype)
     assert torch.equal(layer(wide[:, :32]), layer(wide[:, :32].contiguous()))
