@@ -119,21 +119,21 @@ def _multiplying(many):
     return multiply
 
 
-def _vectors_at_once(num_rows):
+def vectors_at_once(num_rows):
     """How many vectors of the panel's sums the registers hold for so many rows."""
     return min(num_together(num_rows, _VECTORS), _SUMS // num_rows)
 
 
 def _num_quarters(num_rows):
     """How many quarters of the next panel so many rows prefetch: about one for each four rows."""
-    return min(_VECTORS // _vectors_at_once(num_rows), num_rows // 4)
+    return min(_VECTORS // vectors_at_once(num_rows), num_rows // 4)
 
 
 def _multiply_rows(num_rows, *, ahead):
     """`num_rows` rows times one panel. Arguments: x, (row, numbers of an input row), matrix, bias, output, (outputs of
     a row, first output of the panel, and in the matrix where to prefetch the next panel from, and its end), and how
     numbers are multiplied: a kind of `Arithmetic`. `ahead`: by how many numbers the panel is prefetched, 0: not."""
-    num_vectors = _vectors_at_once(num_rows)
+    num_vectors = vectors_at_once(num_rows)
     num_parts = _VECTORS // num_vectors
     num_quarters = _num_quarters(num_rows)
 

@@ -2,8 +2,9 @@
 
 A panel is 64 outputs; one task computes all rows of one panel. Codes become numbers in registers: float32, or pairs of
 bfloat16 on processors that multiply them; both are exact. A row's sum takes the numbers of its input in order, group by
-group: the sum of a group, times the group's scale, is added to the total. Four rows and one row add in the same order,
-and each product is rounded together with its addition, so that the bits of a row do not depend on the rows beside it.
+group: the sum of a group, times the group's scale, is added to the total. However many rows are multiplied at once,
+they add in the same order, and each product is rounded together with its addition, so that the bits of a row do not
+depend on the rows beside it. Twelve rows at once, of half of the panel, share what a code costs to become a number.
 
 Codes of a panel, input after input: those of the 64 outputs; where pairs are multiplied, two inputs of each output.
 In this order as bytes; of 4 bits, sixteen bytes hold 32 codes, the first sixteen in the lower halves.
@@ -21,8 +22,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.compilation import kernel, kernel_part
-from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop, num_together
+from engine.attention.compilation import has_wide_registers, kernel, kernel_part
+from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop
 from engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
@@ -34,13 +35,17 @@ from engine.attention.simd import (
     fused_product,
     next_task,
     pointer,
+    prefetched,
     put_floats,
     repeated,
     vector_at,
 )
-from engine.models.panel_linear_kernels import PANEL
+from engine.models.panel_linear_kernels import PANEL, vectors_at_once
 
-NUM_ROWS = 4
+_MANY = 12 if has_wide_registers() else 4
+"""Rows that are multiplied at once where there are as many."""
+_AHEAD = 4096
+"""Bytes: so far the panel is prefetched, past its end into the next one."""
 CODES = {8: np.int8(0), 4: np.uint8(0)}
 """The kinds of codes, by their bits."""
 _VECTORS = PANEL // WIDTH
@@ -68,16 +73,23 @@ def _multiply(a, kind, codes_kind, numbers_kind):
     numbers, codes, output = pointer(a[5], numbers_kind), pointer(a[6], codes_kind), pointer(a[10], kind)
     scales, bias = pointer(a[8], BFLOAT16), pointer(a[9], FLOAT32)
     num_groups = (num_numbers + group - 1) // group
-    whole = rows // NUM_ROWS * NUM_ROWS
     while True:
         panel = next_task(a)
         column = panel * PANEL
         if column >= outputs:
             break
         matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
-        for row in range(0, whole, NUM_ROWS):
+        row = 0
+        while row + _MANY <= rows:
+            _multiply_many(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+            row += _MANY
+        while row + 4 <= rows:
             _multiply_four(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
-        for row in range(whole, rows):
+            row += 4
+        if row + 2 <= rows:
+            _multiply_two(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+            row += 2
+        if row < rows:
             _multiply_one(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
 
 
@@ -109,7 +121,7 @@ def _numbers(builder, codes, at, vectors, bits, in_pairs):
 def _multiply_rows(num_rows):
     """`num_rows` rows times one panel. Places: row, numbers of an input row, numbers of a group; first byte of the
     panel, bytes of a number, first scale; outputs of a row, first output of the panel."""
-    num_vectors = num_together(num_rows, _VECTORS)
+    num_vectors = vectors_at_once(num_rows)
 
     def codegen(context, builder, sig, args):
         numbers, row_places, codes, scales, matrix_places, bias, output, output_places = args
@@ -129,6 +141,7 @@ def _multiply_rows(num_rows):
 
             def add_products(number, sums):
                 at = builder.add(first_byte, builder.mul(number, number_bytes))
+                prefetched(builder, codes, builder.add(at, I64(_AHEAD)))
                 weights = _numbers(builder, codes, at, vectors, bits, arithmetic.in_pairs)
                 inputs = [builder.load(builder.gep(numbers, [builder.add(start, number)])) for start in starts]
                 return arithmetic.outer_product(builder, inputs, weights, sums)
@@ -164,5 +177,7 @@ def _multiply_rows(num_rows):
     return intrinsic(typing)
 
 
-_multiply_four = _multiply_rows(NUM_ROWS)
+_multiply_many = _multiply_rows(_MANY)
+_multiply_four = _multiply_rows(4)
+_multiply_two = _multiply_rows(2)
 _multiply_one = _multiply_rows(1)
