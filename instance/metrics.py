@@ -94,9 +94,7 @@ class RequestMetrics:
 
     num_received: int = 0
     num_cancelled: int = 0  # ended by the caller before the last chunk
-    num_failed: int = (
-        0  # with an error, or ended by this instance: at the end of a drain, or for a caller that reads not
-    )
+    num_failed: int = 0  # also those that this instance ended: a drain's grace was over, or the caller did not read
     num_tokens: int = 0  # output tokens sent
     num_leases_given_up: int = 0  # of prefills that were cancelled, failed or needed no hand-over
     num_seeded: int = 0

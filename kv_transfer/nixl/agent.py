@@ -248,7 +248,10 @@ class UcxSettings:
         """Raises EngineError if UCX has warned that it cannot use a given device: reads would go over the others."""
         if device_warning and devices_named_by(self.given_devices):
             source = "ucx_net_devices" if self.net_devices else "UCX_NET_DEVICES"
-            raise EngineError(f"{source} {self.given_devices!r}: UCX cannot use all of them: {device_warning}")
+            raise EngineError(
+                f"{source} {self.given_devices!r}: UCX cannot use all of them: {device_warning}; "
+                "UCX_WARN_INVALID_CONFIG=n starts without those"
+            )
 
     def environment(self, keepalive_s: int) -> dict[str, str]:
         variables = {
