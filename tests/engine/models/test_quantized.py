@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.attention.compilation import has_pairs
 from engine.config import Quantization
 from engine.errors import UnsupportedModel
+from engine.models import quantized
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix, stacked
 from tests.builders import dequantised, lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
@@ -32,11 +34,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(100, 97), (192, 160)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "bfloat16, in pairs"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_is_the_product_with_the_numbers_and_has_the_same_bits_among_any_others(
-    method: Quantization, dtype: torch.dtype, outputs: int, inputs: int
+    method: Quantization, kind: str, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if (in_pairs := kind.endswith("in pairs")) and not has_pairs():
+        pytest.skip("the kernel needs AVX512_BF16")
+    monkeypatch.setattr(quantized, "multiplies_pairs", lambda: in_pairs)
+    dtype: torch.dtype = getattr(torch, kind.partition(",")[0])
     matrix = QuantizedMatrix.of(random(outputs, inputs) / inputs**0.5, method)
     bias, x = random(outputs, seed=1), random(70, inputs, seed=2).to(dtype)
     layer = QuantizedLinear(matrix, bias, dtype)
