@@ -154,7 +154,7 @@ class PanelLinear:
         bias = torch.zeros(self.out_features) if bias is None else bias.float()
         self._bias = torch.nn.functional.pad(bias, (0, -self.out_features % PANEL))
         in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
-        # Two panels, the rows, and what else is there. Where they do not fit, panels of many rows are read twice.
+        # Where two panels and the rows do not fit, the next panel would evict this one before its last rows.
         self._prefetches_next = 3 * self._panels[0].nbytes <= second_level_bytes()
         self._are_converted = weight.dtype == torch.bfloat16 and not in_pairs
         self._launch = launcher_for(_address_of[in_pairs], weight.dtype)
