@@ -53,6 +53,8 @@ _CHUNK = 128
 _VECTORS = PANEL // WIDTH
 _SUMS = 24
 """At most, in 32 registers."""
+MANY_ROWS = 12 if has_wide_registers() else 4
+"""Multiplied at once where each weight is converted, and there are as many."""
 
 
 @functools.cache
@@ -214,4 +216,4 @@ _multiply_four = _multiply_rows(4, ahead=0)
 _multiply_two = _multiply_rows(2, ahead=_AHEAD)
 _multiply_one = _multiply_rows(1, ahead=_AHEAD if has_wide_registers() else _NEAR)
 _multiply = _multiplying(4)
-_multiply_converted = _multiplying(12 if has_wide_registers() else 4)
+_multiply_converted = _multiplying(MANY_ROWS)

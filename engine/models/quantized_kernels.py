@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.compilation import has_wide_registers, kernel, kernel_part
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop
 from engine.attention.simd import (
     BFLOAT16,
@@ -40,10 +40,8 @@ from engine.attention.simd import (
     repeated,
     vector_at,
 )
-from engine.models.panel_linear_kernels import PANEL, vectors_at_once
+from engine.models.panel_linear_kernels import MANY_ROWS, PANEL, vectors_at_once
 
-_MANY = 12 if has_wide_registers() else 4
-"""Rows that are multiplied at once where there are as many."""
 _AHEAD = 4096
 """Bytes: so far the panel is prefetched, past its end into the next one."""
 CODES = {8: np.int8(0), 4: np.uint8(0)}
@@ -80,9 +78,9 @@ def _multiply(a, kind, codes_kind, numbers_kind):
             break
         matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
         row = 0
-        while row + _MANY <= rows:
+        while row + MANY_ROWS <= rows:
             _multiply_many(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
-            row += _MANY
+            row += MANY_ROWS
         while row + 4 <= rows:
             _multiply_four(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
             row += 4
@@ -177,7 +175,7 @@ def _multiply_rows(num_rows):
     return intrinsic(typing)
 
 
-_multiply_many = _multiply_rows(_MANY)
+_multiply_many = _multiply_rows(MANY_ROWS)
 _multiply_four = _multiply_rows(4)
 _multiply_two = _multiply_rows(2)
 _multiply_one = _multiply_rows(1)
