@@ -93,7 +93,7 @@ class RequestMetrics:
     """Field -> Prometheus name without _total, and help text."""
 
     num_received: int = 0
-    num_cancelled: int = 0  # ended by the caller before the last chunk
+    num_cancelled: int = 0  # ended by the caller or at the deadline, before the last chunk
     num_failed: int = 0  # also those that this instance ended: a drain's grace was over, or the caller did not read
     num_tokens: int = 0  # output tokens sent
     num_leases_given_up: int = 0  # of prefills that were cancelled, failed or needed no hand-over

@@ -17,6 +17,7 @@ from functools import partial
 
 from protos.tandem.v1 import decode_pb2
 from serving.errors import AlreadyExists, Overloaded, ServiceError, StreamEnded
+from serving.limits import CallEnd, call_end
 
 WriteResponse = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]  # writes one response of one call
 WriteMessage = Callable[[decode_pb2.StreamTokensResponse], Awaitable[None]]  # returns when the message is written
@@ -41,8 +42,8 @@ class _TokenStream:
         self._batch = _Batch()
         self._last_written = self._batch
         self._has_responses = asyncio.Event()
-        self._timeouts: dict[int, asyncio.Timeout] = {}
-        """Of each call on the stream; rescheduled to now when the stream ends."""
+        self._calls: dict[int, tuple[asyncio.Timeout, CallEnd]] = {}
+        """The calls on the stream, by number; their timeouts are rescheduled to now when the stream ends."""
 
     async def write_batches(self, write: WriteMessage) -> None:
         """Writes until it is cancelled or `write` raises; then every call on the stream ends with StreamEnded."""
@@ -55,18 +56,19 @@ class _TokenStream:
                 await write(self._last_written.message)
                 self._last_written.written.set()
         finally:
-            for timeout in self._timeouts.values():
+            for timeout, end in self._calls.values():
                 if not timeout.expired():
+                    end.error = call_end().error  # where the server ends the stream, it ends the calls too
                     timeout.reschedule(0.0)
 
     @asynccontextmanager
     async def join(self, call_number: int) -> AsyncIterator[WriteResponse]:
         """The writer of one call's responses; unless cancelled, the block ends when all of them are written."""
-        if call_number in self._timeouts:
+        if call_number in self._calls:
             raise AlreadyExists(f"call number {call_number} is in use on this token stream")
         try:
             async with asyncio.timeout(None) as timeout:
-                self._timeouts[call_number] = timeout
+                self._calls[call_number] = timeout, call_end()
                 try:
                     yield partial(self._add_response, call_number)
                     await self._wait_written()
@@ -74,7 +76,7 @@ class _TokenStream:
                     await self._wait_written()
                     raise
                 finally:
-                    del self._timeouts[call_number]
+                    del self._calls[call_number]
         except TimeoutError:
             if not timeout.expired():
                 raise

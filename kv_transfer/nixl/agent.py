@@ -98,7 +98,7 @@ class NixlAgent:
 
     def __init__(self, name: str, settings: UcxSettings) -> None:
         self.name = name
-        self._settings = settings
+        self._devices = settings.devices
         with ucx.prepared(settings) as self._mark:
             bindings = self._bindings = load_bindings()
             config = bindings.nixlAgentConfig()
@@ -109,13 +109,15 @@ class NixlAgent:
                 self._agent = bindings.nixlAgent(name, config)
                 self._agent.createBackend("UCX", {})
             except Exception as error:
-                settings.check(ucx.take_device_warning())
-                raise EngineError(f"NIXL cannot make an agent over UCX: {error}") from error
+                warning = ucx.take_device_warning()
+                self._devices.check(warning)
+                why = f"{error} ({warning})" if warning else str(error)
+                raise EngineError(f"NIXL cannot make an agent over UCX: {why}") from error
             self._device_warning = ucx.take_device_warning()
 
     def check_devices(self) -> None:
         """Raises EngineError if UCX cannot use a given device."""
-        self._settings.check(self._device_warning)
+        self._devices.check(self._device_warning)
 
     # Memory
 
@@ -231,6 +233,30 @@ def load_bindings() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class NetDevices:
+    """UCX's list: devices such as mlx5_0:1 (device and port), eth0 or eth[0-3]; "all"; or ^ and those left out."""
+
+    source: str
+    """The option or variable that gave it."""
+    given: str
+    added: str
+    """The device that TCP uses besides the given ones."""
+
+    @property
+    def used(self) -> str:
+        return ",".join(filter(None, (self.given, self.added)))
+
+    def check(self, warning: str) -> None:
+        """Raises EngineError if UCX has warned that it cannot use a given device: reads would go over the others."""
+        unavailable = set(_QUOTED.findall(warning.partition(" not available")[0]))
+        if devices_named_by(self.given) and unavailable - {self.added}:
+            raise EngineError(
+                f"{self.source} {self.given!r}: UCX cannot use all of them: {warning}; "
+                "UCX_WARN_INVALID_CONFIG=n starts without those"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class UcxSettings:
     """`tls` and `net_devices` empty: the environment's, else UCX's choice and the device of `address`. What TCP needs
     is added to both."""
@@ -241,21 +267,15 @@ class UcxSettings:
     """Address that peers reach this instance at."""
 
     @property
-    def given_devices(self) -> str:
-        return self.net_devices or os.environ.get("UCX_NET_DEVICES", "")
-
-    def check(self, device_warning: str) -> None:
-        """Raises EngineError if UCX has warned that it cannot use a given device: reads would go over the others."""
-        if device_warning and devices_named_by(self.given_devices):
-            source = "ucx_net_devices" if self.net_devices else "UCX_NET_DEVICES"
-            raise EngineError(
-                f"{source} {self.given_devices!r}: UCX cannot use all of them: {device_warning}; "
-                "UCX_WARN_INVALID_CONFIG=n starts without those"
-            )
+    def devices(self) -> NetDevices:
+        """From the settings, or the environment as it is now."""
+        source = "ucx_net_devices" if self.net_devices else "UCX_NET_DEVICES"
+        given = self.net_devices or os.environ.get("UCX_NET_DEVICES", "")
+        return NetDevices(source, given, tcp_device_besides(given, self.address))
 
     def environment(self, keepalive_s: int) -> dict[str, str]:
         variables = {
-            "UCX_NET_DEVICES": with_tcp_device(self.given_devices, self.address),
+            "UCX_NET_DEVICES": self.devices.used,
             "UCX_TCP_KEEPIDLE": f"{keepalive_s}.5s",  # half a second against rounding; the socket has whole ones
         }
         has_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))
@@ -280,18 +300,16 @@ def with_needed(tls: str, *, has_gpu: bool) -> str:
     return ",".join(names)
 
 
-def with_tcp_device(devices: str, address: str) -> str:
-    """A list of devices that includes the one of `address`, unless TCP can use another one of them. Empty: that alone.
-
-    An RDMA device, such as mlx5_0:1, is no network interface, and TCP cannot use it.
-    """
+def tcp_device_besides(devices: str, address: str) -> str:
+    """The device of `address`, for TCP; empty where it can use one of `devices`. An RDMA device, such as mlx5_0:1, is
+    no network interface, and TCP cannot use it."""
     own = net_device_of(address)
     if not devices:
         return own
     names, interfaces = devices_named_by(devices), psutil.net_if_addrs()
     if not names or own == "all" or any(fnmatch.filter(interfaces, name) for name in names):
-        return devices
-    return f"{devices},{own}"
+        return ""
+    return own
 
 
 def devices_named_by(devices: str) -> list[str]:
@@ -309,14 +327,15 @@ def net_device_of(address: str) -> str:
             return "lo"
     for device, addresses in psutil.net_if_addrs().items():
         if any(known.address == address for known in addresses):
-            return device
+            return device.partition(":")[0]  # eth0:1 is a label of eth0
     return "all"
 
 
 class UcxLog:
-    """The log of the one UCX in this process."""
+    """The log of the one UCX in this process. `shows_warnings`: harmless ones too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_warnings: bool) -> None:
+        self._shows_warnings = shows_warnings
         self._descriptor, self._path = tempfile.mkstemp(prefix="ucx-", suffix=".log")
         self._partial_line = ""
         self.environment = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": self._path}
@@ -349,18 +368,21 @@ class UcxLog:
                     is_about_devices = _UNAVAILABLE.match(warning["text"]) is not None
                     if is_about_devices:
                         self.device_warning = warning["text"]
-                    is_harmless = warning["level"] == "WARN" and not is_about_devices
-                    _log.log(logging.DEBUG if is_harmless else logging.WARNING, "UCX: %s", warning["text"])
+                    is_shown = is_about_devices or self._shows_warnings or warning["level"] != "WARN"
+                    _log.log(logging.WARNING if is_shown else logging.DEBUG, "UCX: %s", warning["text"])
 
 
 _WORKER_NAME_LEN = 24  # UCX cuts the names of its workers
 _TRANSPORT = re.compile(r"UCX  INFO\s+(?P<agent>\S+) (?P<where>int\S+) cfg#\d+ (?P<lanes>.*)")
 _WARNING = re.compile(r"UCX  (?P<level>WARN|ERROR|FATAL)\s+(?P<text>.*)")
 _UNAVAILABLE = re.compile(r"network devices? .* not available")
+_QUOTED = re.compile(r"'([^']*)'")
+_COARSE_LEVELS = ("", "fatal", "error", "warn")
+"""Of UCX_LOG_LEVEL. Where it asks for more, UCX's own log is wanted."""
 
 
 class UcxProcess:
-    """UCX in this process: its log, unless the environment has another one, and the next agent's mark."""
+    """UCX in this process: its log, unless the environment asks for one, and the next agent's mark."""
 
     def __init__(self) -> None:
         self.log: UcxLog | None = None
@@ -375,8 +397,9 @@ class UcxProcess:
             mark = _FIRST_MARK_S + (self._num_agents and 1 + (self._num_agents - 1) % (_NUM_MARKS - 1))
             self._num_agents += 1
             variables = settings.environment(mark)
-            if not self._loaded and not {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
-                self.log = UcxLog()
+            level = os.environ.get("UCX_LOG_LEVEL", "").lower()
+            if not self._loaded and "UCX_LOG_FILE" not in os.environ and level in _COARSE_LEVELS:
+                self.log = UcxLog(shows_warnings=level == "warn")
                 variables |= self.log.environment
             try:
                 with _environment(variables):

@@ -76,6 +76,7 @@ async def test_a_router_that_goes_takes_its_calls_along(decode: Rig) -> None:
     mine.call.cancel()
     assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
     assert await decode.core.wait_for(AbortRequests) == AbortRequests(["r1"])
+    assert (decode.server.metrics.num_failed, decode.server.metrics.num_cancelled) == (0, 1)
     decode.core.emit(TokensEvent("r2", [72], finish_reason="length"))
     assert numbered(await next_message(theirs.call)) == [(2, 0)]
     assert await read_all(other) == []
@@ -99,6 +100,8 @@ async def test_a_router_that_does_not_read_is_cut_off_with_its_calls(tmp_path: P
         error = await refusal(stream.call)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "client too slow" in str(error.details())
+        metrics = rig.server.metrics
+        assert (metrics.num_failed, metrics.num_cancelled) == (1, 0)
 
 
 async def test_a_stream_takes_no_place_of_a_request(tmp_path: Path) -> None:

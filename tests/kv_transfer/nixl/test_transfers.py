@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from instance.config import ListenSettings, TransferSection, _connector_config
-from kv_transfer.nixl.agent import NixlAgent, UcxSettings, net_device_of, with_needed
+from kv_transfer.nixl.agent import NetDevices, NixlAgent, UcxSettings, net_device_of, with_needed
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest
 from kv_transfer.page.format import PageSpec
@@ -198,6 +201,29 @@ def test_devices_that_ucx_can_use_are_accepted(given_devices: str) -> None:
     agent = NixlAgent("a", UcxSettings(net_devices=given_devices))
     agent.check_devices()
     agent.close()
+
+
+def test_a_device_that_was_added_for_tcp_need_not_be_available() -> None:
+    warning = "network devices {} not available, please use one or more of: 'lo'(tcp), 'eth0'(tcp)"
+    devices = NetDevices("ucx_net_devices", "mlx5_0:1", added="br0")
+    devices.check(warning.format("'br0' is"))
+    with pytest.raises(EngineError, match="UCX cannot use all of them: network devices 'mlx5_0:1','br0' are"):
+        devices.check(warning.format("'mlx5_0:1','br0' are"))
+
+
+def test_an_address_that_ucx_cannot_use_is_no_error_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"no_such0:2": [SimpleNamespace(address="192.0.2.1")]})
+    with pytest.raises(EngineError, match=r"NIXL cannot make an agent over UCX: .*\(network device 'no_such0' is not"):
+        NixlAgent("a", UcxSettings(address="192.0.2.1"))
+
+
+@pytest.mark.parametrize("level", ["warn", "ERROR"])
+def test_devices_are_checked_whatever_ucx_logs(level: str) -> None:
+    code = "from kv_transfer.nixl.agent import *; NixlAgent('a', UcxSettings(net_devices='no_such0')).check_devices()"
+    environment = {**os.environ, "UCX_LOG_LEVEL": level}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "EngineError: ucx_net_devices 'no_such0': UCX cannot use all of them" in ended.stderr
 
 
 def test_an_agent_that_is_made_again_does_without_a_device_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
