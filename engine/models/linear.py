@@ -16,7 +16,7 @@ from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.machine import second_level_bytes
 from engine.models.elementwise import to_float32
-from engine.models.panel_linear_kernels import PANEL, multiply_address
+from engine.models.panel_linear_kernels import CHUNK, PANEL, multiply_address
 from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
@@ -155,7 +155,7 @@ class PanelLinear:
         self._bias = torch.nn.functional.pad(bias, (0, -self.out_features % PANEL))
         in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
         # Where two panels and the rows do not fit, the next panel would evict this one before its last rows.
-        self._prefetches_next = 3 * self._panels[0].nbytes <= second_level_bytes()
+        self._next_fits = 3 * self._panels[:1].nbytes <= second_level_bytes()
         self._are_converted = weight.dtype == torch.bfloat16 and not in_pairs
         self._launch = launcher_for(_address_of[in_pairs], weight.dtype)
 
@@ -177,6 +177,8 @@ class PanelLinear:
         if not num_rows:
             return output[:, : self.out_features]
         x = to_float32(x) if self._are_converted else x.contiguous()
+        num_tasks = len(self._panels) * -(-num_rows // CHUNK)
+        num_threads = torch.get_num_threads()
         arguments = _Arguments(
             0,
             num_rows,
@@ -186,10 +188,10 @@ class PanelLinear:
             self._panels.data_ptr(),
             self._bias.data_ptr(),
             output.data_ptr(),
-            self._prefetches_next,
+            self._next_fits and num_rows > 4 and num_tasks > num_threads,
         )
         is_short = num_rows * self._panels.numel() < _SHORT_PRODUCTS
-        self._launch(None if is_short else torch.get_num_threads(), arguments)
+        self._launch(None if is_short else num_threads, arguments)
         return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
 
 

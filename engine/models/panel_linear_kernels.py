@@ -10,7 +10,8 @@ is converted then serves more rows. Sixteen registers of eight floats hold the s
 numbers beside them: there the panel is read quarter by quarter, of two rows half by half.
 
 Where there are more than four rows, memory would wait while the others read the panel from the second level. So they
-prefetch the thread's next panel, a quarter each, for which a thread takes its next task before it computes this one.
+prefetch the thread's next panel, a quarter each, for which a thread takes its next task before it computes this one. It
+does so only where there are more tasks than threads: otherwise another thread would have none.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -48,7 +49,7 @@ _AHEAD = 16
 four, but for AMD's processors with AVX-512, which see that stream by themselves."""
 _NEAR = 4
 """Numbers: so far by one row without AVX-512, which is 8 % faster (benchmarks/LOG.md)."""
-_CHUNK = 128
+CHUNK = 128
 """Rows of a task."""
 _VECTORS = PANEL // WIDTH
 _SUMS = 24
@@ -61,7 +62,7 @@ MANY_ROWS = 12 if has_wide_registers() else 4
 def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
-    [rows, outputs], whether the next panel is prefetched. `dtype`: float32, or bfloat16, whose numbers are pairs,
+    [rows, outputs], whether threads prefetch their next panel. `dtype`: float32, or bfloat16, whose numbers are pairs,
     multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
     numbers = PAIRS if in_pairs else kind
@@ -90,19 +91,22 @@ def _multiplying(many):
         rows, outputs, num_numbers = a[1], a[2], a[3]
         x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
         output = pointer(a[7], kind)
-        num_chunks = (rows + _CHUNK - 1) // _CHUNK
+        num_chunks = (rows + CHUNK - 1) // CHUNK
         quarter = WIDTH * num_numbers
+        prefetches = a[8] != 0
         task = next_task(a)
         while True:
             column = task // num_chunks * PANEL
             if column >= outputs:
                 break
-            row = task % num_chunks * _CHUNK
-            last = min(row + _CHUNK, rows)
-            task = next_task(a)
-            next_column = task // num_chunks * PANEL
-            is_next = a[8] != 0 and column < next_column < outputs and row + 4 < last
-            line, end = next_column * num_numbers, (next_column + PANEL * is_next) * num_numbers
+            row = task % num_chunks * CHUNK
+            last = min(row + CHUNK, rows)
+            line = end = 0
+            if prefetches:
+                task = next_task(a)
+                next_column = task // num_chunks * PANEL
+                is_next = column < next_column < outputs and row + 4 < last
+                line, end = next_column * num_numbers, (next_column + PANEL * is_next) * num_numbers
             if row + 4 <= last:
                 _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
                 line, row = line + quarter, row + 4
@@ -117,6 +121,8 @@ def _multiplying(many):
                 row += 2
             if row < last:
                 _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
+            if not prefetches:
+                task = next_task(a)
 
     return multiply
 

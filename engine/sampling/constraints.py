@@ -87,14 +87,17 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
         case "grammar":
-            return Constraint("grammar", _without_attributes(_text(name, value, MAX_CONSTRAINT_BYTES)))
+            return Constraint("grammar", _followed_exactly(_text(name, value, MAX_CONSTRAINT_BYTES)))
         case _:
             return _structural_tag(_text(name, value, MAX_CONSTRAINT_BYTES))
 
 
-def _without_attributes(grammar: str) -> str:
+def _followed_exactly(grammar: str) -> str:
     """The grammar. Raises InvalidRequest for a rule with attributes: xgrammar enforces `max_tokens` by what it has
-    masked before, so that an output could not go on from its tokens alone, and ignores `temperature`."""
+    masked before, so that an output could not go on from its tokens alone, and ignores `temperature`. And for a NUL,
+    where xgrammar takes the grammar to end."""
+    if "\0" in grammar:
+        raise InvalidRequest("grammar", "contains the character U+0000", r"its escape, \u0000")
     for match in _IN_A_GRAMMAR.finditer(grammar):
         if match["defines"]:
             raise InvalidRequest("grammar", f"has a rule with attributes: {shown(match[0])}", "name ::= …")

@@ -90,10 +90,24 @@ def test_any_number_of_rows_with_and_without_the_next_panel_prefetched(
         assert torch.equal(layer(x[:rows]), one_by_one[:rows])
 
 
+def test_threads_prefetch_the_next_panel_only_where_each_has_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first thread would take the other's panel."""
+    monkeypatch.setattr(linear, "second_level_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(
+        linear, "launcher_for", lambda address, dtype: lambda threads, arguments: seen.append(arguments)
+    )
+    seen: list[list[int]] = []
+    torch.set_num_threads(2)
+    for out_features, rows in ((128, 8), (128, 129), (192, 4), (192, 5)):
+        PanelLinear(numbers(out_features, 64, dtype=torch.float32), None)(numbers(rows, 64, dtype=torch.float32))
+    assert [arguments[8] for arguments in seen] == [0, 1, 0, 1]
+
+
 def test_rows_of_a_wider_matrix_are_copied_and_no_row_is_no_result(dtype: torch.dtype) -> None:
     layer, wide = PanelLinear(numbers(64, 32, dtype=dtype), None), numbers(5, 40, dtype=dtype)
     assert torch.equal(layer(wide[:, :32]), layer(wide[:, :32].contiguous()))
     assert layer(wide[:0, :32]).shape == (0, 64)
+    assert PanelLinear(numbers(0, 32, dtype=dtype), None)(wide[:, :32]).shape == (5, 0)
 
 
 def test_what_is_not_supported_or_is_slower_is_left_to_torch() -> None:

@@ -141,6 +141,7 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("grammar", "root ::= a # x\ra[max_tokens=2] ::= [a-z]*", r"attributes: '\[max_tokens=2\] ::='"),
     ("grammar", 'root ::= a\na[capture="]", max_tokens=2] ::= [a-z]*', "has a rule with attributes"),
     ("grammar", 'root ::= a\na[capture = "#[\'" , stop_capture="]" ]::= [a-z]*', "has a rule with attributes"),
+    ("grammar", 'root ::= "a"\0 | "b"', "contains the character U\\+0000; allowed: its escape"),
     ("choice", [], "not a list of texts; allowed: 1..1000 texts"),
     ("choice", ["a", ""], r"choice\[1\]: has 0 bytes"),
     ("choice", ["x" * 60_000] * 2, "the texts are too long"),
