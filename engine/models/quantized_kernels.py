@@ -139,7 +139,8 @@ def _multiply_rows(num_rows):
 
             def add_products(number, sums):
                 at = builder.add(first_byte, builder.mul(number, number_bytes))
-                prefetched(builder, codes, builder.add(at, I64(_AHEAD)))
+                for line in range(0, PANEL * bits // 8 * (2 if arithmetic.in_pairs else 1), 64):
+                    prefetched(builder, codes, builder.add(at, I64(_AHEAD + line)))
                 weights = _numbers(builder, codes, at, vectors, bits, arithmetic.in_pairs)
                 inputs = [builder.load(builder.gep(numbers, [builder.add(start, number)])) for start in starts]
                 return arithmetic.outer_product(builder, inputs, weights, sums)
