@@ -108,10 +108,16 @@ class _Death:
 
 
 class PoisonDetection:
-    """The evidence of one router. All tables are bounded: the oldest entry goes first. `clock` is monotonic."""
+    """The evidence of one router. All tables are bounded: the oldest entry goes first. `clock` is monotonic.
 
-    def __init__(self, settings: QuarantineSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    `known_gone_after_s`: after its loss, no process is picked for longer without a new report.
+    """
+
+    def __init__(
+        self, settings: QuarantineSettings, known_gone_after_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
+        self._known_gone_after_s = known_gone_after_s
         self._clock = clock
         self._suspects: OrderedDict[Suspect, _Record] = OrderedDict()  # by their last incident, the newest last
         self._deaths: OrderedDict[InstanceKey, _Death] = OrderedDict()
@@ -150,8 +156,10 @@ class PoisonDetection:
     def died(self, suspect: Suspect, key: InstanceKey, incident: Incident, began_s: float) -> None:
         """The instance was lost while it computed this, which it was sent at `began_s`. A request that came when the
         instance was dying already is not a suspect."""
-        death = self._deaths.setdefault(key, _Death(self._clock()))
-        if death.at_s < began_s:
+        death = self._deaths.get(key)
+        if death is None or death.at_s + self._known_gone_after_s < began_s:
+            death = self._new_death(key)
+        elif death.at_s < began_s:
             return
         record = self._record(suspect)
         if key not in record.incidents:
@@ -159,6 +167,15 @@ class PoisonDetection:
             death.num_without_token += not incident.had_token
             death.suspects.add(suspect)
         self._forget()
+
+    def _new_death(self, key: InstanceKey) -> _Death:
+        """Instead of an earlier one of the same process, which has survived that: it was lost for a moment, and is
+        evidence against no request."""
+        if (survived := self._deaths.pop(key, None)) is not None:
+            for suspect in survived.suspects:
+                self._drop_incident(suspect, key)
+        death = self._deaths[key] = _Death(self._clock())
+        return death
 
     def failed(self, suspect: Suspect, key: InstanceKey, role: Role) -> None:
         """The instance answered INTERNAL to this."""
@@ -171,11 +188,15 @@ class PoisonDetection:
         if record is None:
             return
         for key in [key for key, incident in record.incidents.items() if role in ("decode", incident.role)]:
-            del record.incidents[key]
+            self._drop_incident(suspect, key)
             if (death := self._deaths.get(key)) is not None:
                 death.suspects.discard(suspect)
-        if not record.incidents:
-            del self._suspects[suspect]
+
+    def _drop_incident(self, suspect: Suspect, key: InstanceKey) -> None:
+        if (record := self._suspects.get(suspect)) is not None:
+            record.incidents.pop(key, None)
+            if not record.incidents:
+                del self._suspects[suspect]
 
     def reject_if_proven(self, suspect: Suspect, is_gone: IsGone) -> PoisonRequestRejected | None:
         """The error to answer with if the evidence suffices: from now on this content is rejected."""

@@ -49,11 +49,11 @@ class Safeguards:
     ) -> None:
         self.pools = pools
         self.budget = RetryBudget(failover)
-        self.poison = PoisonDetection(quarantine)
+        self._known_gone_after_s = beat_timeout_s + _MARGIN_S
+        self.poison = PoisonDetection(quarantine, self._known_gone_after_s)
         self.probations = Probations(quarantine.trial_wait_s)
         self.prefill = OutlierDetection(ejection)
         self.decode = OutlierDetection(ejection)
-        self._known_gone_after_s = beat_timeout_s + _MARGIN_S
 
     def check(self, request: GenerationRequest) -> None:
         """Raises PoisonRequestRejected while requests of this content are rejected."""

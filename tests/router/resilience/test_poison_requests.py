@@ -20,13 +20,15 @@ from router.resilience.poison_requests import (
 )
 from tests.router.resilience.test_outlier_detection import Clock
 
+KNOWN_GONE_AFTER_S = 2.5
+
 
 class Evidence:
     """A detection and what happens: `died("x", "a")` is instance a's death right under request x."""
 
     def __init__(self, **settings: Any) -> None:
         self.clock = Clock()
-        self.detection = PoisonDetection(QuarantineSettings(**settings), self.clock)
+        self.detection = PoisonDetection(QuarantineSettings(**settings), KNOWN_GONE_AFTER_S, self.clock)
         self.alive: set[str] = set()
 
     def died(self, name: str, where: str, *, role: Role = "decode", began_s: float = 0.0, **facts: Any) -> None:
@@ -58,6 +60,22 @@ def test_after_the_second_death_the_content_is_rejected_for_a_while() -> None:
     evidence.clock.now_s += 101
     assert not evidence.is_rejected("x")
     assert evidence.detection.is_empty
+
+
+def test_a_process_that_was_lost_for_a_moment_and_dies_later_has_died_once() -> None:
+    """Its token stream broke, or it froze and came back."""
+    evidence = Evidence()
+    for where in ("a", "b"):
+        for cleared in ("y", "z"):
+            evidence.died(cleared, where, had_token=True)
+        evidence.detection.clear(suspect("y"), "decode")
+    evidence.clock.now_s += 10
+    for where in ("a", "b"):
+        evidence.clock.now_s += 1
+        evidence.died("x", where, began_s=evidence.clock.now_s)
+    assert evidence.is_rejected_now("x")
+    assert not evidence.is_rejected_now("z")
+    assert not evidence.detection.is_suspect(suspect("z")), "both of its instances survived it"
 
 
 def test_a_content_that_is_rejected_again_keeps_no_other_one_rejected() -> None:
