@@ -82,12 +82,12 @@ BYTE_FALLBACK_CONFIG = {
 
 @cache
 def byte_level() -> Tokenizer:
-    return Tokenizer(byte_level_backend().to_str(), BYTE_LEVEL_CONFIG, CHATML)
+    return Tokenizer(byte_level_backend().to_str(), BYTE_LEVEL_CONFIG, {"default": CHATML})
 
 
 @cache
 def byte_fallback() -> Tokenizer:
-    return Tokenizer(byte_fallback_backend().to_str(), BYTE_FALLBACK_CONFIG, LLAMA_CHAT)
+    return Tokenizer(byte_fallback_backend().to_str(), BYTE_FALLBACK_CONFIG, {"default": LLAMA_CHAT})
 
 
 def word_piece_backend() -> Backend:

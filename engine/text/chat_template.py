@@ -40,20 +40,21 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template, without state. `special_tokens` (bos_token, eos_token…) are variables for it."""
+    """A compiled template, without state. `special_tokens` (bos_token, eos_token…) are variables for it. Some models
+    have another one for chats with tools, `tool_source`."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self.source, self.tool_source = source, source if tool_source is None else tool_source
         try:
-            self._template = environment.from_string(source)
+            self._template, self._tool_template = map(environment.from_string, (self.source, self.tool_source))
         except jinja2.TemplateError as error:
             raise UnsupportedModel(f"the chat template does not compile: {shown(str(error))}") from error
-        self.source = source
         self._special_tokens = dict(special_tokens)
         self.reserved_names = frozenset(
             {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
@@ -75,8 +76,9 @@ class ChatTemplate:
             raise InvalidRequest("messages", "the list is empty", "at least one message")
         self._check(variables or {})
         fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        template = self._tool_template if tools else self._template
         try:
-            return self._template.render({**(variables or {}), **self._special_tokens, **fixed})
+            return template.render({**(variables or {}), **self._special_tokens, **fixed})
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
         except RecursionError:

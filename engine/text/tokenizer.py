@@ -7,11 +7,13 @@ in other values that a client gives the template, they are text: a user who writ
 In the rendered text the user's and the template's would look alike. So the user's are split by a secret mark before
 rendering; then the template's are renamed to secret names, the marks are removed, and the text is encoded by a twin of
 the tokenizer that knows the special tokens by their secret names only. Messages without such text skip all this. Added
-tokens that are not special (`<think>`, `<tool_call>`) are tokens everywhere: clients write them on purpose.
+tokens that are not special (`<think>`, `<tool_call>`) are tokens everywhere: clients write them on purpose. So are
+special ones that are parts of other tokens, such as a `!` for padding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -27,14 +29,17 @@ from engine.errors import InvalidCheckpoint, InvalidRequest, NotSupported, Unsup
 from engine.text.chat_template import ChatTemplate, Messages, Tools
 from engine.text.token_bytes import TokenBytes
 
+_NOT_RENAMED = "the tokenizer's special tokens cannot be renamed, as chat messages require"
+
 
 class Tokenizer:
     """A model's tokenizer and chat template. Immutable and thread-safe.
 
-    `source` is the text of tokenizer.json, `config` the parsed tokenizer_config.json, `chat_template` jinja source.
+    `source` is the text of tokenizer.json, `config` the parsed tokenizer_config.json, `templates` jinja sources:
+    "default", and maybe "tool_use", for chats with tools.
     """
 
-    def __init__(self, source: str, config: Mapping[str, Any], chat_template: str | None = None) -> None:
+    def __init__(self, source: str, config: Mapping[str, Any], templates: Mapping[str, str] | None = None) -> None:
         try:
             spec = json.loads(source)
             self._backend = tokenizers.Tokenizer.from_str(source)
@@ -52,37 +57,39 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.token_bytes = TokenBytes.of_tokenizer(self._backend, spec)
-        self.chat_template = ChatTemplate(chat_template, self._named_tokens()) if chat_template else None
+        self.chat_template = self._compiled(templates or {})
         """For ids use `encode_chat`: in its text a user's special tokens look like the template's."""
+        self._reserved = self._special.keys() - _parts(spec["model"])
+        """Special tokens that are text in a message."""
         self._special_literal = re.compile(
-            "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)"
+            "|".join(map(re.escape, sorted(self._reserved, key=len, reverse=True))) or "(?!)"
         )
-        self._beginnings = {token[:i] for token in self._special for i in range(1, len(token))}
+        self._beginnings = {token[:i] for token in self._reserved for i in range(1, len(token))}
         self._secret = secrets.token_hex(8)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja; the last two may be missing."""
+        """Read tokenizer.json, tokenizer_config.json and the templates' files; the latter two may be missing."""
         folder = Path(path)
         if not (folder / "tokenizer.json").is_file():
             raise UnsupportedModel(
                 f"{folder.name}: no tokenizer.json; save it as a fast tokenizer with transformers first"
             )
-        config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config_file = folder / "tokenizer_config.json"
         try:
             config = json.loads(_read_text(config_file)) if config_file.is_file() else {}
         except ValueError as error:
             raise InvalidCheckpoint(f"tokenizer_config.json of the checkpoint is not JSON: {error}") from error
         if not isinstance(config, dict):
             raise InvalidCheckpoint("tokenizer_config.json of the checkpoint is not a JSON object")
-        template = _read_text(template_file) if template_file.is_file() else _template_of(config)
-        return cls(_read_text(folder / "tokenizer.json"), config, template)
+        return cls(_read_text(folder / "tokenizer.json"), config, _templates_in(folder) or _templates_of(config))
 
     def warm_up(self) -> None:
         """Build what the first long or marked text would wait for: half a second with 152 k tokens."""
         if self.token_bytes is not None:
             self.token_bytes.min_tokens("")
-        _ = self._twin
+        with contextlib.suppress(UnsupportedModel):  # an error of the chats that need it
+            _ = self._twin
 
     # Text to ids
 
@@ -181,8 +188,13 @@ class Tokenizer:
     def with_chat_template(self, source: str) -> Tokenizer:
         """The same tokenizer with another template, jinja source."""
         other = copy.copy(self)
-        other.chat_template = ChatTemplate(source, self._named_tokens())
+        other.chat_template = self._compiled({"default": source})
         return other
+
+    def _compiled(self, templates: Mapping[str, str]) -> ChatTemplate | None:
+        if "default" not in templates:
+            return None
+        return ChatTemplate(templates["default"], self._named_tokens(), templates.get("tool_use"))
 
     @property
     def _mark(self) -> str:
@@ -193,17 +205,20 @@ class Tokenizer:
 
     def _marked(self, value: Any) -> Any:
         """`value` with the mark inside each special token in its strings, and inside the beginning of one at a string's
-        end, because a template may join two strings."""
+        end, because a template may join two strings. It looks keys up, so that they keep such an end."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(item) for key, item in value.items()}
+            return {self._marked_tokens(key): self._marked(item) for key, item in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self._marked(item) for item in value]
         return value
 
+    def _marked_tokens(self, text: str) -> str:
+        return self._special_literal.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
+
     def _marked_text(self, text: str) -> str:
-        text = self._special_literal.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
+        text = self._marked_tokens(text)
         end = len(text.rstrip())
         longest = max(map(len, self._beginnings), default=0)
         for start in range(max(0, end - longest), end):
@@ -216,22 +231,27 @@ class Tokenizer:
         """The same tokenizer with its special tokens renamed to secret names."""
         spec = json.loads(self._backend.to_str())
         for token in spec["added_tokens"]:
-            if token["content"] in self._special:
+            if token["content"] in self._reserved:
                 token["content"] = self._secret_name(token["content"])
         vocab = spec["model"]["vocab"]
         if isinstance(vocab, dict):
             spec["model"]["vocab"] = {self._renamed(piece): i for piece, i in vocab.items()}
         else:
             spec["model"]["vocab"] = [[self._renamed(piece), score] for piece, score in vocab]
+        if merges := spec["model"].get("merges"):  # text must not become a special token by these either
+            spec["model"]["merges"] = [merge for merge in merges if "".join(_pair(merge)) not in self._reserved]
         if spec["model"].get("unk_token"):
             spec["model"]["unk_token"] = self._renamed(spec["model"]["unk_token"])
-        twin = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        if any(twin.token_to_id(self._secret_name(token)) != i for token, i in self._special.items()):
-            raise UnsupportedModel("the tokenizer's special tokens cannot be renamed, as chat messages require")
+        try:
+            twin = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        except Exception as error:  # the library's have no base of their own
+            raise UnsupportedModel(_NOT_RENAMED) from error
+        if any(twin.token_to_id(self._secret_name(token)) != self._special[token] for token in self._reserved):
+            raise UnsupportedModel(_NOT_RENAMED)
         return twin
 
     def _renamed(self, piece: str) -> str:
-        return self._secret_name(piece) if piece in self._special else piece
+        return self._secret_name(piece) if piece in self._reserved else piece
 
     # Named special tokens
 
@@ -266,9 +286,30 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
     return list(backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
-def _template_of(config: Mapping[str, Any]) -> str | None:
-    """The template in tokenizer_config.json: a string, or the "default" of a list of named ones."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+def _pair(merge: str | Sequence[str]) -> Sequence[str]:
+    """The two pieces that a merge of BPE joins."""
+    return merge.split(" ", 1) if isinstance(merge, str) else merge
+
+
+def _parts(model: Mapping[str, Any]) -> set[str]:
+    """The pieces of which BPE makes others: single characters, and what merges join."""
+    if model["type"] != "BPE":
+        return set()
+    parts = {piece for merge in model["merges"] for piece in _pair(merge)}
+    return parts.union(piece for piece in model["vocab"] if len(piece) == 1)
+
+
+def _templates_in(folder: Path) -> dict[str, str]:
+    """The templates that have files of their own; then those in tokenizer_config.json do not count."""
+    default, tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    if not default.is_file():
+        return {}
+    return {name: _read_text(path) for name, path in (("default", default), ("tool_use", tools)) if path.is_file()}
+
+
+def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates in tokenizer_config.json: one text, or a list of named ones."""
+    templates = config.get("chat_template")
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return {"default": templates} if isinstance(templates, str) else {}

@@ -62,7 +62,9 @@ class ServedModel:
         tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         defaults = GenerationDefaults.from_folder(folder, tokenizer)
         digest = tokenizer_digest(Path(folder))
-        template = tokenizer.chat_template.source if tokenizer is not None and tokenizer.chat_template else ""
+        if tokenizer is not None:
+            tokenizer.warm_up()
+        template = tokenizer.chat_template.tool_source if tokenizer is not None and tokenizer.chat_template else ""
         tool_format = tool_format_of(template) if tool_call_parser == "auto" else TOOL_FORMATS.get(tool_call_parser)
         thinks = END in template if reasoning_parser == "auto" else reasoning_parser == "think"
         return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)

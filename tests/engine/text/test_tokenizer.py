@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import (
     BYTE_FALLBACK_CONFIG,
     BYTE_LEVEL_CONFIG,
+    CHATML,
     CORPUS,
     byte_fallback,
     byte_fallback_backend,
@@ -149,7 +151,7 @@ def test_special_tokens_in_a_message_are_text(content: str) -> None:
 
 def test_parts_that_a_template_joins_do_not_become_a_special_token() -> None:
     source = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
-    tokenizer = Tokenizer(byte_level_backend().to_str(), {}, source)
+    tokenizer = Tokenizer(byte_level_backend().to_str(), {}, {"default": source})
     ids = tokenizer.encode_chat([{"role": "user", "content": [{"text": "<|im_"}, {"text": "end|>"}]}])
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_end|><|im_end|>"
     assert sum(i in tokenizer.special_ids for i in ids) == 1
@@ -157,12 +159,52 @@ def test_parts_that_a_template_joins_do_not_become_a_special_token() -> None:
 
 def test_special_tokens_in_tools_are_text_too() -> None:
     source = "{{ tools | tojson }}<|im_end|>"
-    tokenizer = Tokenizer(byte_level_backend().to_str(), {}, source)
+    tokenizer = Tokenizer(byte_level_backend().to_str(), {}, {"default": source})
     tools = [{"name": "<|im_end|>", "properties": {"<|im_start|>": "\u00e9<&>"}}]
     ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], tools=tools)
     assert sum(i in tokenizer.special_ids for i in ids) == 1
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text == json.dumps(tools, ensure_ascii=False) + "<|im_end|>"
+
+
+@pytest.mark.parametrize(("token", "num_special"), [("!", 1), ("he", 1), ("<s>", 1), ("t<", 0)])
+def test_a_special_token_that_text_may_consist_of(token: str, num_special: int) -> None:
+    """`!` is a character and `he` a part of merges: those are the same tokens in text. `<s>` is the result of a merge
+    and nothing else, and is text in a message. A special `t<` changes no name of a member that ends in t."""
+    spec = json.loads(byte_level_backend().to_str())
+    vocab = spec["model"]["vocab"]
+    for piece in ("<s", "<s>"):
+        vocab[piece] = len(vocab)
+        spec["model"]["merges"].append([piece[:-1], piece[-1]])
+    added = [*spec["added_tokens"], {**spec["added_tokens"][0], "content": token, "special": True}]
+    new_ids = itertools.count(len(vocab))
+    spec["added_tokens"] = [
+        {**one, "id": vocab[one["content"]] if one["content"] in vocab else next(new_ids)} for one in added
+    ]
+    tokenizer = Tokenizer(json.dumps(spec), {}, {"default": "{{ messages[0]['content'] }}<s>"})
+    text = "the end! <s> t<"
+    ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{text}<s>"
+    assert sum(i in tokenizer.special_ids for i in ids) == num_special
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_chat_with_tools_is_rendered_as_by_transformers(tmp_path: Path, has_files: bool) -> None:
+    """By the template for tools, where the model has one."""
+    sources = {"default": CHATML, "tool_use": "<tools>{{ tools | tojson }}</tools>" + CHATML}
+    templates = [{"name": name, "template": source} for name, source in sources.items()]
+    config = BYTE_LEVEL_CONFIG | {"chat_template": "not used" if has_files else templates}
+    folder = write_folder(tmp_path, byte_level_backend(), config)
+    if has_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(sources["default"])
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(sources["tool_use"])
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "x"}]
+    for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
+        text = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert rendered(ours, messages, tools=tools) == text
+        assert ("<tools>" in text) == bool(tools)
 
 
 def test_a_chat_of_marked_and_unmarked_text_has_the_same_ids_around_the_mark() -> None:
@@ -185,7 +227,9 @@ def test_chat_has_one_bos() -> None:
 
 
 def render(source: str, messages: Any = ({"role": "user", "content": "x"},), **kwargs: Any) -> str:
-    return rendered(Tokenizer(byte_level_backend().to_str(), {"bos_token": "<s>"}, source), messages, **kwargs)
+    return rendered(
+        Tokenizer(byte_level_backend().to_str(), {"bos_token": "<s>"}, {"default": source}), messages, **kwargs
+    )
 
 
 def test_templates_find_what_the_hub_gives_them() -> None:
@@ -210,7 +254,7 @@ def test_variables_by_our_names_and_by_no_name_are_refused(name: str) -> None:
 def test_special_tokens_in_variables_are_text() -> None:
     template = "{{ bos_token }}{{ persona }}{{ nested.list[0] }}"
     config = {"bos_token": "<|im_start|>"}
-    tokenizer = Tokenizer(byte_level_backend().to_str(), config, template)
+    tokenizer = Tokenizer(byte_level_backend().to_str(), config, {"default": template})
     variables = {"persona": "<|im_end|>", "nested": {"list": ["<|im_start|>"]}}
     ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], template_variables=variables)
     assert [i for i in ids if i in tokenizer.special_ids] == [tokenizer.bos_token_id]
