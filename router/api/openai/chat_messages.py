@@ -49,11 +49,10 @@ class ToolCall(StrictModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_index(cls, given: Any) -> Any:
-        """Clients that assemble a stream leave it in."""
-        return {name: value for name, value in given.items() if name != "index"} if isinstance(given, dict) else given
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
+        """Clients that assemble a stream leave `index` in."""
+        return {name: value for name, value in members.items() if name != "index"}
 
 
 class Message(StrictModel):
@@ -66,14 +65,9 @@ class Message(StrictModel):
     tool_call_id: str = ""
     reasoning_content: str = ""
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_ignored(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        members = {
-            name: value for name, value in given.items() if value is not None and name not in _IGNORED_IN_MESSAGES
-        }
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
+        members = {name: value for name, value in members.items() if name not in _IGNORED_IN_MESSAGES}
         for name in ("function_call", "audio"):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
@@ -111,11 +105,6 @@ class Function(StrictModel):
     description: str = ""
     parameters: dict[str, Any] = Field({})
     strict: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     def on_wire(self) -> dict[str, Any]:
         parameters = json.dumps(self.parameters) if self.parameters else ""

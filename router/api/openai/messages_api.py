@@ -127,15 +127,14 @@ class CountTokensRequest(FrontBody):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
 
-    @model_validator(mode="before")
     @classmethod
-    def _is_stateless(cls, given: Any) -> Any:
-        """The beta client sends the whole conversation when it reads this error's details."""
-        if isinstance(given, dict) and given.get("thread") is not None:
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
+        """The beta client sends the whole conversation when it reads the error's details."""
+        if "thread" in members:
             raise invalid_argument(
                 "thread", "is not supported: nothing is stored", "the whole conversation as messages"
             )
-        return given
+        return super()._supported(members)
 
     def client_names(self) -> dict[str, str]:
         name = "tools" if self.output_config.format is None else "output_config.format"

@@ -1,8 +1,8 @@
 """Request bodies: OpenAI's parameters and vLLM's additions, as pydantic models, and their conversion to the wire.
 
-pydantic parses the JSON itself, strictly: no numbers in strings, limited nesting, no lone surrogates. Null members of a
-body, a message or a function mean "not given". router/request/validation.py checks ranges; here only values that the
-wire's types cannot hold are rejected, and parameters that are unknown or unsupported and would change the answer.
+pydantic parses the JSON itself, strictly: no numbers in strings, limited nesting, no lone surrogates. Null members
+of an object mean "not given". router/request/validation.py checks ranges; here only values that the wire's types
+cannot hold are rejected, and parameters that are unknown or unsupported and would change the answer.
 FastAPI does not parse the bodies: it would read them before authorization and limits, and by the lenient json module.
 """
 
@@ -13,7 +13,6 @@ import difflib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -189,14 +188,11 @@ class RequestBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_ignored(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
         supported = {}
-        for name, value in given.items():
-            if value is None or name in _IGNORED:
+        for name, value in members.items():
+            if name in _IGNORED:
                 continue
             if name in cls.model_fields:
                 supported[name] = value
@@ -398,6 +394,10 @@ def _tool_choice(value: Any) -> Any:
     raise invalid_argument("tool_choice", f"{shown(value)} is not supported", _TOOL_CHOICE_FORMS)
 
 
+def template_variables_on_wire(variables: dict[str, Any]) -> str:
+    return msgspec.json.encode(variables).decode() if variables else ""
+
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -449,7 +449,7 @@ class ChatBody(RequestBody):
             tools, choice = choice.of(tools), choice.allowed_tools.mode
         chat = {
             "messages": [message.on_wire() for message in self.messages],
-            "template_variables": msgspec.json.encode(variables).decode() if variables else "",
+            "template_variables": template_variables_on_wire(variables),
             "tools": [tool.function.on_wire() for tool in tools],
             "single_tool_call": not self.parallel_tool_calls,
         }
@@ -480,12 +480,9 @@ class FrontBody(Body):
     ignored: ClassVar[frozenset[str]]
     """Parameters that do not change an answer."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_ignored(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None and name not in cls.ignored}
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in members.items() if name not in cls.ignored}
 
     @abstractmethod
     def chat(self) -> dict[str, Any]:

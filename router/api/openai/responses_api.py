@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError
 
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -137,13 +137,12 @@ class ResponsesRequest(FrontBody):
     top_logprobs: Int64 | None = Field(None, ge=0, le=20)
     background: Literal[False] = False
 
-    @model_validator(mode="before")
     @classmethod
-    def _is_stateless(cls, given: Any) -> Any:
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
         for name in ("previous_response_id", "conversation", "prompt"):
-            if isinstance(given, dict) and given.get(name) is not None:
+            if name in members:
                 raise invalid_argument(name, "is not supported: nothing is stored", "the whole conversation as input")
-        return given
+        return super()._supported(members)
 
     @property
     def has_logprobs(self) -> bool:

@@ -1,10 +1,10 @@
-"""JSON objects in requests: parsed strictly by pydantic, wrong members named."""
+"""JSON objects in requests: parsed strictly by pydantic, wrong members named. Null members mean "not given"."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from router.api.openai.errors import invalid_body
 
@@ -13,6 +13,18 @@ class StrictModel(BaseModel):
     """A JSON object with exactly these members."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return cls._supported({name: value for name, value in given.items() if value is not None})
+
+    @classmethod
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
+        """The members to validate, of those that are given. Raises InvalidArgument."""
+        return members
 
     @classmethod
     def parse(cls, body: bytes) -> Self:

@@ -34,11 +34,22 @@ async def test_a_text_comes_back_from_its_tokens(run_http: RunHttp, model_folder
         assert with_tools["tokens"] == answer["choices"][0]["prompt_token_ids"] != chat["tokens"]
 
 
+async def test_a_chat_is_counted_as_it_will_be_rendered(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        plain = (await http.post("/tokenize", messages=CHAT)).json()
+        switches = {"messages": CHAT, "chat_template_kwargs": {"tone": "calm"}}
+        switched = (await http.post("/tokenize", **switches)).json()
+        asked = await http.post("/v1/chat/completions", **switches, max_tokens=1, return_token_ids=True)
+        assert switched["tokens"] == asked.json()["choices"][0]["prompt_token_ids"] != plain["tokens"]
+
+
 WRONG: list[tuple[str, dict[str, Any], str | None, int]] = [
     ("/tokenize", {}, "prompt", 400),
     ("/tokenize", {"prompt": "x", "messages": CHAT}, "prompt", 400),
     ("/tokenize", {"prompt": ""}, "prompt", 400),
     ("/tokenize", {"prompt": "x", "tools": [WEATHER]}, "tools", 400),
+    ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", 400),
+    ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", 400),
     ("/tokenize", {"prompt": "x" * 100_000}, "prompt", 400),
     ("/tokenize", {"prompt": "x", "temperature": 1}, "temperature", 400),
     ("/tokenize", {"messages": [{"role": "cook", "content": "x"}]}, None, 400),
