@@ -13,7 +13,7 @@ from router.api.openai.strict_model import StrictModel
 from serving.errors import invalid_argument
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
-_IGNORED_IN_MESSAGES = frozenset({"annotations"})
+_IGNORED_IN_MESSAGES = frozenset({"annotations", "parsed"})  # parsed: by OpenAI's Python client, out of the content
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
@@ -40,6 +40,11 @@ def _content(value: Any) -> Any:
 class CalledFunction(StrictModel):
     name: str
     arguments: str = ""
+
+    @classmethod
+    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI's Python client adds `parsed_arguments`."""
+        return {name: value for name, value in members.items() if name != "parsed_arguments"}
 
 
 class ToolCall(StrictModel):

@@ -71,6 +71,8 @@ class AnthropicTool(StrictModel):
     """Has no effect: arguments are always sent as they are written."""
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    """Has no effect: templates have no place for them."""
 
 
 class AnthropicToolChoice(StrictModel):
@@ -106,7 +108,7 @@ class OutputConfig(StrictModel):
 
 
 class AnthropicMessage(StrictModel):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
@@ -118,7 +120,11 @@ class CountTokensRequest(FrontBody):
         "chat.tool_choice": "tool_choice", "chat.required_tool": "tool_choice", "stop": "stop_sequences",
         "structural_tag": "tools", "response_format": "output_config.format", "json_schema": "output_config.format",
     }  # fmt: skip
-    ignored: ClassVar = frozenset({"betas", "cache_control", "inference_geo", "metadata", "service_tier"})
+    ignored: ClassVar = frozenset({
+        "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier",
+        "speed",
+    })  # fmt: skip
+    """Whatever `context_management` says, all messages stay in the prompt."""
 
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[dict[str, Any]] = ""
@@ -153,7 +159,7 @@ class CountTokensRequest(FrontBody):
         if (form := self.output_config.format) is not None:
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.json_schema}}
         if (effort := self.output_config.effort) is not None:
-            chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
+            chat["reasoning_effort"] = effort
         if self.thinking is not None and self.thinking.type != "adaptive":
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
         return chat
@@ -191,6 +197,9 @@ def _tool_choice(choice: AnthropicToolChoice) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
+_BLOCKS = {"user": "text, tool_result", "assistant": "text, thinking, tool_use", "system": "text"}
+
+
 def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
     """A message of content blocks as messages of a chat: results of tools come before a user's text."""
     if isinstance(message.content, str):
@@ -215,8 +224,7 @@ def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
             case ("assistant", "redacted_thinking"):
                 pass
             case (_, other):
-                kinds = "text, tool_result" if message.role == "user" else "text, thinking, tool_use"
-                raise invalid_argument(f"{where}.type", f"{shown(other)} is not supported", kinds)
+                raise invalid_argument(f"{where}.type", f"{shown(other)} is not supported", _BLOCKS[message.role])
     rest: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
     if calls:
         rest["tool_calls"] = calls

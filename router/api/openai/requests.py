@@ -59,7 +59,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 effect and are ignored."""
 
 _IGNORED = frozenset({
-    "include_reasoning", "metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
+    "include_reasoning", "metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
 })  # fmt: skip
 """Parameters that do not change an answer."""
 
@@ -398,7 +399,7 @@ def template_variables_on_wire(variables: dict[str, Any]) -> str:
     return msgspec.json.encode(variables).decode() if variables else ""
 
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(RequestBody):
@@ -468,8 +469,8 @@ class ChatBody(RequestBody):
         return names
 
     def _template_variables(self) -> dict[str, Any]:
-        """Templates that think read enable_thinking, others reasoning_effort."""
-        effort = self.reasoning_effort
+        """Templates that think read enable_thinking, others reasoning_effort, which knows no max."""
+        effort = "xhigh" if self.reasoning_effort == "max" else self.reasoning_effort
         switches: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         return {**switches, **({"enable_thinking": False} if effort == "none" else {}), **self.chat_template_kwargs}
 

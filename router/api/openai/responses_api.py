@@ -112,8 +112,8 @@ class ResponsesRequest(FrontBody):
         "json_schema": "text", "structural_tag": "tools", "session": "prompt_cache_key",
     }  # fmt: skip
     ignored: ClassVar = frozenset({
-        "max_tool_calls", "metadata", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-        "stream_options", "user",
+        "access_programs", "client_metadata", "max_tool_calls", "metadata", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
     })  # fmt: skip
     """Nothing is stored, whatever `store` says."""
 

@@ -1,0 +1,104 @@
+"""Requests as agent frameworks send them: Claude Code, Codex, and openai-python with parsed answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router.api.openai.messages_api import MessagesRequest
+from router.api.openai.requests import Body, ChatBody
+from router.api.openai.responses_api import ResponsesRequest
+from router.request.validation import ServedModel
+from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.api.openai.test_tools import ARGUMENTS, SCHEMA, TEXT, sent, writing
+
+USER: dict[str, Any] = {"role": "user", "content": "How is it?"}
+MESSAGES = "/v1/messages?beta=true"
+COUNT = "/v1/messages/count_tokens?beta=true"
+CLAUDE_CODE: dict[str, Any] = {
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "diagnostics": {"previous_message_id": None},
+    "speed": "standard",
+    "tools": [{"name": "get_weather", "input_schema": SCHEMA, "input_examples": [{"city": "Paris"}]}],
+}
+CODEX: dict[str, Any] = {
+    "client_metadata": {"x-codex-installation-id": "u"},
+    "access_programs": {"cyber": "standard"},
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+}
+
+
+async def accepted(http: HttpRig, path: str, **body: Any) -> Any:
+    answer = await http.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_claude_codes_options_change_no_prompt(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http:
+        plain = {"messages": [USER], "tools": [{"name": "get_weather", "input_schema": SCHEMA}]}
+        for path, more in ((MESSAGES, {"max_tokens": 4}), (COUNT, {})):
+            full = await accepted(http, path, **plain | CLAUDE_CODE | more)
+            bare = await accepted(http, path, **plain | more)
+            assert full.get("usage", full) == bare.get("usage", bare)
+
+
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+async def test_a_system_message_stays_where_it_is(run_http: RunHttp, model: ServedModel, content: object) -> None:
+    async with run_http(**writing("ok")) as http:
+        messages = [USER, {"role": "system", "content": content}]
+        await accepted(http, MESSAGES, messages=messages, system="Be kind.", max_tokens=4)
+        assert model.tokenizer is not None
+        prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
+        assert prompt == (
+            "<turn>system: Be kind.<eos><turn>user: How is it?<eos><turn>system: Be brief.<eos><turn>assistant: "
+        )
+
+
+async def test_a_system_message_is_text(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        system = {"role": "system", "content": [{"type": "tool_result", "tool_use_id": "t"}]}
+        answer = await http.post(MESSAGES, messages=[USER, system], max_tokens=4)
+        assert answer.status_code == 400
+        said = "messages[1].content[0].type: 'tool_result' is not supported; allowed: text"
+        assert answer.json()["error"]["message"] == said
+
+
+async def test_codexs_options_are_ignored(run_http: RunHttp) -> None:
+    async with run_http(**writing("ok")) as http:
+        response = await accepted(http, "/v1/responses", input="How is it?", **CODEX)
+        assert response["output"][-1]["content"][0]["text"] == "ok"
+        cache = {"prompt_cache_options": CODEX["prompt_cache_options"]}
+        assert await accepted(http, "/v1/chat/completions", messages=[USER], **cache)
+
+
+async def test_a_parsed_answer_can_be_sent_back(run_http: RunHttp, model: ServedModel) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
+    async with run_http(**writing(TEXT)) as http:
+        parse = http.openai.chat.completions.parse
+        asked: Any = {"model": "fake", "tools": [tool]}
+        message = (await parse(messages=[USER], **asked)).choices[0].message
+        assert message.tool_calls
+        assert message.tool_calls[0].function.parsed_arguments == json.loads(ARGUMENTS[0])
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls]
+        history = [USER, {**message.to_dict(exclude_unset=False), "parsed": {"a": 1}}, *results]
+        for answered in (message, history[1]):
+            await parse(messages=[USER, answered, *results], **asked)
+            assert model.tokenizer is not None
+            prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
+            assert f'assistant: Let me see.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS[0]}}}' in prompt
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [USER], "reasoning_effort": "max"}),
+        (ResponsesRequest, {"input": "x", "reasoning": {"effort": "max"}}),
+        (MessagesRequest, {"messages": [USER], "max_tokens": 4, "output_config": {"effort": "max"}}),
+    ],
+)
+def test_the_effort_max_is_xhigh_to_a_template(kind: type[Body], body: dict[str, Any]) -> None:
+    [request] = kind.parse(json.dumps(body).encode()).requests("label")
+    assert json.loads(request.chat.template_variables) == {"reasoning_effort": "xhigh"}
