@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from socketserver import TCPServer
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -25,6 +25,9 @@ from prometheus_client.registry import Collector
 
 from serving.histogram import Histogram
 from serving.settings import Address, Section, format_address, parse_address, setting
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _MAX_SCRAPES = 8
 _READ_TIMEOUT_S = 5.0
@@ -88,7 +91,7 @@ class MetricsServer:
             self._server = _BoundedServer(*parse_address(self._listen))
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._listen}: {error}") from error
-        self._server.set_app(make_wsgi_app(self.registry))
+        self._server.set_app(_app(self.registry))
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True, name="metrics").start()
         _log.info("metrics at http://%s/metrics", self.address)
 
@@ -105,6 +108,23 @@ class MetricsServer:
         if server is not None:
             server.shutdown()
             server.server_close()
+
+
+def _app(registry: CollectorRegistry) -> WSGIApplication:
+    """prometheus_client's, which lacks HEAD."""
+    get: Any = make_wsgi_app(registry)
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "HEAD":
+            content: Iterable[bytes] = get(environ, start_response)
+            return content
+        begun: list[tuple[str, list[tuple[str, str]]]] = []
+        body = b"".join(get({**environ, "REQUEST_METHOD": "GET"}, lambda *head: begun.append(head)))
+        [(status, headers)] = begun
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
+        return []
+
+    return app
 
 
 class _BoundedServer(ThreadingWSGIServer):

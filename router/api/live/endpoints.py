@@ -18,6 +18,7 @@ from fastapi.responses import PlainTextResponse
 from router.api.admin import PoolsService
 from router.api.live.feed import LiveFeed
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
+from router.api.openai.routes import add_get
 from router.api.openai.strict_model import StrictModel
 from router.pools.instance_info import Role
 from serving.limits import CONTROL
@@ -87,8 +88,8 @@ class LivePage:
         self._assets = _assets()
 
     def add_to(self, app: FastAPI) -> None:
-        app.get("/page/{name}", include_in_schema=False)(self.asset)
-        app.get("/live")(self.live)
+        add_get(app, "/page/{name}", self.asset, in_schema=False)
+        add_get(app, "/live", self.live)
         app.post("/pools/resize")(self.resize)
         app.post("/pools/drain")(self.drain)
 
@@ -100,14 +101,15 @@ class LivePage:
         """A file of the page."""
         return self._served(name, request)
 
-    async def live(self) -> Response:
+    async def live(self, request: Request) -> Response:
         """The router's state, as server-sent events: a snapshot, then patches."""
 
         async def handler(exchange: Exchange) -> None:
             async with exchange.while_connected(), aclosing(self.feed.watch()) as events:
                 await exchange.begin_events({})
-                async for event in events:
-                    await exchange.send_event(event)
+                if request.method != "HEAD":
+                    async for event in events:
+                        await exchange.send_event(event)
                 await exchange.end_events()
 
         return self._exchange(handler)

@@ -2,7 +2,7 @@
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     POST /tokenize, /detokenize
-    GET  /v1/models, /v1/models/{name}, /health, /metrics, /version, /openapi.json, /
+    GET  /v1/models, /v1/models/{name}, /health, /metrics, /version, /openapi.json, /; HEAD too
 
 A request is one call of the router (router/dispatch/handler.py) for each of its prompts: validated, admitted, counted
 and logged like any other.
@@ -44,6 +44,7 @@ from router.api.openai.responses import (
     WholeResponse,
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesExchange, ResponsesRequest
+from router.api.openai.routes import add_get
 from router.api.openai.strict_model import StrictModel
 from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
@@ -100,14 +101,14 @@ class OpenAIApi:
         app.post("/v1/messages/count_tokens", **_documented(CountTokensRequest))(self.count_tokens)
         app.post("/tokenize", **_documented(TokenizeBody))(self.tokenize)
         app.post("/detokenize", **_documented(DetokenizeBody))(self.detokenize)
-        app.get("/v1/models")(self.models)
-        app.get("/v1/models/{name:path}")(self.one_model)
-        app.get("/health")(self.health)
-        app.get("/metrics")(self.metrics)
-        app.get("/version")(self.version)
-        app.get("/")(self.index)
+        add_get(app, "/v1/models", self.models)
+        add_get(app, "/v1/models/{name:path}", self.one_model)
+        add_get(app, "/health", self.health)
+        add_get(app, "/metrics", self.metrics)
+        add_get(app, "/version", self.version)
+        add_get(app, "/", self.index)
         if self.allowed_origins:
-            methods, headers = ["GET", "POST"], ["*"]
+            methods, headers = ["GET", "HEAD", "POST"], ["*"]
             app.add_middleware(
                 CORSMiddleware, allow_origins=self.allowed_origins, allow_methods=methods, allow_headers=headers
             )
@@ -288,7 +289,7 @@ class OpenAIApi:
 
     async def _http_exception(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        problem = HttpError(error.status_code, _PROBLEMS.get(error.status_code, error.detail))
+        problem = HttpError(error.status_code, _PROBLEMS.get(error.status_code, error.detail), error.headers)
 
         async def handler(exchange: Exchange) -> None:
             raise problem

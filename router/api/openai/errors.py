@@ -48,9 +48,10 @@ _FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]*")
 class HttpError(ServiceError):
     """A problem of the HTTP itself: path, method, a body that is too long or too slow."""
 
-    def __init__(self, status_code: int, message: str) -> None:
+    def __init__(self, status_code: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status_code = status_code
+        self.headers = dict(headers or {})
 
 
 def status_of(error: ServiceError) -> int:
@@ -75,6 +76,8 @@ def body_of(error: ServiceError, renamed: Mapping[str, str]) -> dict[str, Any]:
 
 def headers_of(error: ServiceError) -> dict[str, str]:
     """When to retry, where a retry can help, and what else the status requires."""
+    if isinstance(error, HttpError):
+        return error.headers
     if isinstance(error, errors.Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, PoisonRequestRejected):

@@ -1,0 +1,89 @@
+"""HEAD and other methods at the HTTP port's paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.router.api.openai.conftest import RunHttp
+from tests.router.api.test_security import ALICE, write_tokens
+
+GET = (
+    "/v1/models",
+    "/v1/models/fake",
+    "/v1/models/other",
+    "/health",
+    "/version",
+    "/",
+    "/openapi.json",
+    "/page/page.css",
+)
+
+
+async def test_head_is_get_without_the_body(run_http: RunHttp) -> None:
+    async with run_http(http={"page": True}) as http:
+        for path in (*GET, "/metrics"):
+            whole, head = await http.http.get(path), await http.http.head(path)
+            assert head.status_code == whole.status_code, path
+            assert head.content == b""
+            assert head.headers["content-type"] == whole.headers["content-type"]
+            if path != "/metrics":  # whose numbers change
+                assert head.headers["content-length"] == whole.headers["content-length"] == str(len(whole.content))
+
+
+async def test_head_of_a_stream_ends(run_http: RunHttp) -> None:
+    async with run_http(http={"page": True}) as http:
+        for _ in range(2):  # the connection is kept
+            head = await http.http.head("/live")
+            assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream")
+
+
+async def test_head_of_a_router_without_instances_says_so(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, decode=0) as http:
+        head = await http.http.head("/health")
+        assert (head.status_code, head.headers["retry-after"]) == (503, "1")
+
+
+async def test_head_needs_the_token_that_get_needs(run_http: RunHttp, tmp_path: Path) -> None:
+    async with run_http(auth={"tokens_file": write_tokens(tmp_path / "tokens", alice=[ALICE])}) as http:
+        assert (await http.http.head("/v1/models")).status_code == 401
+        assert (await http.http.head("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+        ("DELETE", "/v1/models/fake", {"GET", "HEAD"}),
+        ("PUT", "/health", {"GET", "HEAD"}),
+        ("POST", "/live", {"GET", "HEAD"}),
+        ("HEAD", "/v1/chat/completions", {"POST"}),
+        ("OPTIONS", "/v1/messages", {"POST"}),
+    ],
+)
+async def test_another_method_is_answered_with_those_allowed(
+    run_http: RunHttp, method: str, path: str, allowed: set[str]
+) -> None:
+    async with run_http(http={"page": True}) as http:
+        answer = await http.http.request(method, path)
+        assert answer.status_code == 405
+        assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+async def test_the_schema_has_get_alone(run_http: RunHttp) -> None:
+    async with run_http(http={"page": True}) as http:
+        paths = (await http.http.get("/openapi.json")).json()["paths"]
+        assert {"/v1/models", "/health", "/live"} <= set(paths)
+        assert all(len(methods) == 1 and "head" not in methods for methods in paths.values())
+
+
+async def test_a_script_of_an_allowed_origin_may_use_head(run_http: RunHttp) -> None:
+    origin = "https://chat.example"
+    async with run_http(http={"allowed_origins": (origin,)}) as http:
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "HEAD",
+            "access-control-request-headers": "authorization",
+        }
+        assert (await http.http.options("/v1/models", headers=asked)).status_code == 200
