@@ -142,7 +142,7 @@ class RouterApp:
         if self._actuator is not None:
             self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self._observer = Observer(self.safeguards, self.admission, metrics.recent, settings.autoscaler, self.peers)
-        self._scaler = ExternalScaler(self.pools, self._observer, settings.signals.active_s)
+        self._scaler = ExternalScaler(self._observer, settings.signals.active_s)
         self.autoscaler = self._new_autoscaler()
         self._pools_service = PoolsService(
             model, self.safeguards, self.affinity, settings.disaggregation, aims, self.resizer, self.autoscaler

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
 from router.autoscaler.decide import Hold, ScaleDecision, balance, decide_now
-from router.autoscaler.observation import Observer, router_signals_of
-from router.pools.instance import ENDING
-from router.pools.instance_info import Role
-from router.pools.pool import Pools
+from router.autoscaler.observation import Observer, ProcessCounts, counts_of, router_signals_of, samples_of
+from router.pools.instance_info import ROLES, Role
 from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
 
@@ -47,6 +45,7 @@ class ExternalScaler:
     """KEDA asks for the sizes of the pools. Belongs to one event loop.
 
         trigger {pool: decode} ──GetMetrics──▶ observation of now ─▶ decide_now of both pools ─▶ balance ─▶ its size
+                                                     └─ a problem, or a load that is unknown ─▶ UNAVAILABLE
                                ──IsActive────▶ requests at this router, or at another one; unknown counts as active
 
     The metric is the number of instances with a target of one for each, so that an HPA orders that number. Windows and
@@ -54,7 +53,6 @@ class ExternalScaler:
     enabled.
     """
 
-    pools: Pools
     observer: Observer
     active_s: float
 
@@ -99,15 +97,21 @@ class ExternalScaler:
 
     def _decision(self, role: Role) -> ScaleDecision:
         settings = self.observer.settings
-        observed = self.observer.observe({role: self._size(role) for role in self.pools.by_role})
-        prefill = decide_now(observed["prefill"], settings.prefill)
-        decode = decide_now(observed["decode"], settings.decode)
-        prefill, decode = balance(prefill, decode, sum(one.num_ending for one in observed.values()), settings)
+        counts = {each: self._counts(each) for each in ROLES.values()}
+        observed = self.observer.observe({each: count.num_ready for each, count in counts.items()})
+        num_present = counts["prefill"].num_present, counts["decode"].num_present
+        prefill = decide_now(observed["prefill"], settings.prefill, num_present[0])
+        decode = decide_now(observed["decode"], settings.decode, num_present[1])
+        num_ending = sum(count.num_ending for count in counts.values())
+        prefill, decode = balance(prefill, decode, num_ending, settings, num_present)
         return prefill if role == "prefill" else decode
 
-    def _size(self, role: Role) -> int:
-        """Instances that are there and stay: KEDA knows how many are ordered."""
-        return sum(instance.state not in ENDING for instance in self.pools.by_role[role].processes)
+    def _counts(self, role: Role) -> ProcessCounts:
+        """KEDA alone knows how many are ordered."""
+        settings = self.observer.settings
+        policy = settings.prefill if role == "prefill" else settings.decode
+        settled_s = min(policy.scale_out_window_s, policy.warm_up_s)
+        return counts_of(tuple(samples_of(role, self.observer.safeguards)), settled_s)
 
     def _is_active(self) -> bool:
         return self.observer.idle_s() < self.active_s

@@ -227,40 +227,69 @@ def _cooled_down(decision: ScaleDecision, policy: PoolPolicy, history: History) 
     return decision if left_s <= 0 else decision.held("cool_down", f"the size may change again in {left_s:.0f} s")
 
 
-def decide_now(observation: PoolObservation, policy: PoolPolicy) -> ScaleDecision:
-    """The size that this observation alone demands, for an autoscaler with windows of its own, such as an HPA. Held
-    where the observation has a problem."""
+def decide_now(observation: PoolObservation, policy: PoolPolicy, num_present: int) -> ScaleDecision:
+    """The size that this observation alone demands, for an autoscaler with windows of its own, such as an HPA.
+
+    The observation's size is the number of ready instances. The `num_present` include those that start or are silent:
+    a scale-up has ordered them, or a rollout has added them for a time, which are not distinguishable here. Held where
+    the observation has a problem, and where the number that is enough is unknown and no growth is demanded.
+    """
     size = observation.size or 0
     decision = ScaleDecision(observation.role, observation.at_s, size, size, size, None, "")
     if observation.problem is not None:
         return replace(decision, hold=observation.problem.kind, reason=observation.problem.message)
     now = demand_of(observation, policy)
-    desired = min(max(_desired(now, size), policy.min_size), policy.max_size)
+    demanded = _demanded(now, size, num_present)
+    if demanded is None:
+        return replace(decision, hold="missing", reason=now.enough_for)
+    desired = min(max(demanded, policy.min_size), policy.max_size)
     return replace(decision, desired=desired, new_size=desired, reason=now.wanted_by.describe(desired))
+
+
+def _demanded(now: Demand, num_ready: int, num_present: int) -> int | None:
+    """None: unknown, and the size should stay.
+
+    Beyond the ready instances nothing counts as present unless growth is demanded. Then those that start are kept as
+    far as the load may need them, and where that is unknown, an order for fewer than are present could remove some.
+    """
+    is_growth = now.num_wanted > num_ready
+    if now.num_enough is None:
+        return now.num_wanted if is_growth and now.num_wanted >= num_present else None
+    if is_growth:
+        return max(now.num_wanted, min(now.num_enough, num_present))
+    return min(now.num_enough, num_ready)
 
 
 # Both pools
 
-_Sizes = tuple[int, int]
+Sizes = tuple[int, int]
 """Of the prefill and of the decode pool."""
 
 
 def balance(
-    prefill: ScaleDecision, decode: ScaleDecision, num_ending: int, settings: AutoscalerSettings
+    prefill: ScaleDecision,
+    decode: ScaleDecision,
+    num_ending: int,
+    settings: AutoscalerSettings,
+    num_present: Sizes | None = None,
 ) -> tuple[ScaleDecision, ScaleDecision]:
-    """The decisions that may be applied together; those that may not hold, or change less, and say why. `num_ending`:
-    the processes beyond the sizes of both pools that have not ended yet."""
+    """The decisions that may be applied together; those that may not hold, or change less, and say why.
+
+    `num_present` are the processes of each pool that stay: its size by default. `num_ending` are those beyond them
+    that have not ended yet.
+    """
     before, decided = (prefill.size, decode.size), (prefill.new_size, decode.new_size)
-    if _is_allowed(before, decided, num_ending, settings):
+    present = before if num_present is None else num_present
+    if _is_allowed(before, decided, present, num_ending, settings):
         return prefill, decode
-    if _is_within_max_instances(before, decided, num_ending, settings):
+    if _is_within_max_instances(present, decided, num_ending, settings):
         lowest, highest = settings.ratios
         hold: Hold = "ratio"
         why = f"the ratio of prefill to decode must stay within {lowest:g}..{highest:g}"
     else:
         hold, why = "budget", f"{settings.max_instances} instances are allowed in both pools together"
     pairs = product(_between(prefill), _between(decode))
-    allowed = [pair for pair in pairs if _is_allowed(before, pair, num_ending, settings)]
+    allowed = [pair for pair in pairs if _is_allowed(before, pair, present, num_ending, settings)]
     best = min(allowed, key=lambda pair: _unmet((prefill, decode), pair), default=before)
     return _limited(prefill, best[0], hold, why), _limited(decode, best[1], hold, why)
 
@@ -269,20 +298,20 @@ def _between(decision: ScaleDecision) -> range:
     return range(min(decision.size, decision.new_size), max(decision.size, decision.new_size) + 1)
 
 
-def _is_allowed(before: _Sizes, sizes: _Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
+def _is_allowed(before: Sizes, sizes: Sizes, present: Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
     """Whether the ratio is within its bounds, or not farther from them than now, and the sum within max_instances."""
     is_in_ratio = _off_ratio(settings, sizes) <= _off_ratio(settings, before)
-    return is_in_ratio and _is_within_max_instances(before, sizes, num_ending, settings)
+    return is_in_ratio and _is_within_max_instances(present, sizes, num_ending, settings)
 
 
-def _is_within_max_instances(before: _Sizes, sizes: _Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
+def _is_within_max_instances(present: Sizes, sizes: Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
     """Whether a pool that grows finds room beside all present processes; a pool that does not grow needs none."""
-    if settings.max_instances is None or (sizes[0] <= before[0] and sizes[1] <= before[1]):
+    if settings.max_instances is None or (sizes[0] <= present[0] and sizes[1] <= present[1]):
         return True
-    return max(sizes[0], before[0]) + max(sizes[1], before[1]) + num_ending <= settings.max_instances
+    return max(sizes[0], present[0]) + max(sizes[1], present[1]) + num_ending <= settings.max_instances
 
 
-def _off_ratio(settings: AutoscalerSettings, sizes: _Sizes) -> float:
+def _off_ratio(settings: AutoscalerSettings, sizes: Sizes) -> float:
     num_prefill, num_decode = sizes
     if num_decode == 0:
         return 0.0
@@ -291,7 +320,7 @@ def _off_ratio(settings: AutoscalerSettings, sizes: _Sizes) -> float:
     return max(lowest - ratio, ratio - highest, 0.0)
 
 
-def _unmet(decisions: Sequence[ScaleDecision], sizes: _Sizes) -> tuple[float, float, float, int]:
+def _unmet(decisions: Sequence[ScaleDecision], sizes: Sizes) -> tuple[float, float, float, int]:
     """How far from the decisions: first the shortage of the worse pool, then of both, then what could be removed; the
     last part makes it unique."""
     shortages, surpluses = [1.0], [1.0]

@@ -50,6 +50,17 @@ class InstanceSample(NamedTuple):
         return self.state == "ready" and self.view is not None and self.view.out is not None
 
 
+class ProcessCounts(NamedTuple):
+    """Processes of a pool whose ordered size is unknown."""
+
+    num_ready: int
+    """Ready for some seconds: not one that a rollout has just added, whose predecessor may be about to drain."""
+    num_present: int
+    """Those that neither drain nor leave: they start, are ready, or are silent."""
+    num_ending: int
+    """Those that drain or leave."""
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
     name: str
@@ -166,6 +177,14 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
         kv_use=(view.num_used_blocks - (load.held_blocks if role == "prefill" else 0)) / max(info.num_blocks, 1),
         is_blocked=is_blocked,
     )
+
+
+def counts_of(samples: Sequence[InstanceSample], settled_s: float) -> ProcessCounts:
+    """`settled_s`: the seconds from which a ready instance counts as such."""
+    ready = [one.view for one in samples if one.state == "ready" and one.view is not None]
+    num_ending = sum(sample.state in ENDING for sample in samples)
+    num_ready = sum(view.up_s >= settled_s for view in ready)
+    return ProcessCounts(num_ready, len(samples) - num_ending, num_ending)
 
 
 def _is_blocked(view: InstanceView) -> bool:

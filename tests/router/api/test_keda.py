@@ -16,6 +16,7 @@ import pytest
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.externalscaler import externalscaler_pb2_grpc as keda_grpc
 from protos.tandem.v1 import generation_pb2
+from router.app import RouterApp
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tandem.client.health import READY, health
@@ -25,6 +26,7 @@ from tests.fakes.instance import FakeInstance
 from tests.router.autoscaler.test_peers import second_router
 from tests.router.conftest import Run
 from tests.router.rig import TIMEOUT_S, Rig, request_of, slow
+from tests.router.rig import settings_of as router_settings
 
 ACTIVE_S = 0.3
 SIGNALS = {"listen": "127.0.0.1:0", "interval_s": 0.05, "active_s": ACTIVE_S}
@@ -125,6 +127,72 @@ async def test_without_valid_data_there_is_no_metric_and_the_size_stays(run: Run
         refused = await scaler.refusal("decode", "tandem-decode-instances")
         assert refused.code() == grpc.StatusCode.UNAVAILABLE
         assert "should stay" in str(refused.details())
+
+
+@asynccontextmanager
+async def with_a_starting_pod(
+    rig: Rig, model: ServedModel, folder: Path, **signals: Any
+) -> AsyncIterator[tuple[RouterApp, Keda]]:
+    """A second router of the same instances, which knows the address of one decode instance more."""
+    async with FakeInstance("decode", "decode-new") as new:
+        await new.kill()
+        pools = {"decode": ",".join(fake.address for fake in [*rig.decode, new])}
+        sections: dict[str, Any] = {"pools": pools, "signals": {**SIGNALS, **signals}, "autoscaler": WARM}
+        app = RouterApp(router_settings(folder, rig.prefill, [], **sections), model)
+        await app.start()
+        try:
+            await until(lambda: app.pools.decode.num_ready() == len(rig.decode))
+            async with scaler_of(app) as scaler:
+                yield app, scaler
+        finally:
+            await app.stop()
+            await new.restart()
+
+
+async def test_an_instance_that_starts_is_not_demanded_by_itself(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    """It may be one that a rollout has added for a time."""
+    busy = fake("decode", 0, num_running=7)  # one instance is wanted, and two are enough
+    async with (
+        run(decode=[busy], signals=SIGNALS) as rig,
+        with_a_starting_pod(rig, model, model_folder) as (app, scaler),
+    ):
+        assert len(app.pools.decode.processes) == 2
+        assert await scaler.wanted() == 1
+        busy.behaviour.num_running = 9
+        async with asyncio.timeout(20):
+            while await scaler.wanted() != 2:
+                await asyncio.sleep(0.01)
+
+
+async def test_while_a_router_is_silent_the_size_stays_unless_growth_is_demanded(
+    run: Run, model: ServedModel, model_folder: Path
+) -> None:
+    busy = [fake("decode", 0, num_running=1), fake("decode", 1)]
+    async with (
+        run(decode=busy, signals=SIGNALS) as rig,
+        with_a_starting_pod(rig, model, model_folder, routers=rig.app.signals_address) as (app, scaler),
+    ):
+        await until(lambda: app.peers and app.peers.signals())
+        assert await scaler.wanted() == 1
+        await rig.app.stop()
+        await until(lambda: app.peers and app.peers.num_silent)
+        refused = await scaler.refusal("decode", "tandem-decode-instances")
+        assert refused.code() == grpc.StatusCode.UNAVAILABLE
+        assert "the size of the decode pool should stay: 1 routers do not answer" in str(refused.details())
+        busy[0].behaviour.num_waiting = 7  # (4*7 + 1) / 10 / 0.75
+        await until(lambda: any(view.load.num_waiting == 7 for view in app.pools.decode.views()))
+        assert await scaler.wanted() == 4
+
+
+async def test_while_an_instance_is_lost_the_size_stays(run: Run) -> None:
+    decode = [fake("decode", 0, num_running=1), fake("decode", 1)]
+    async with run(decode=decode, signals=SIGNALS, autoscaler=WARM) as rig, scaler_of(rig.app) as scaler:
+        await decode[1].kill()
+        await until(lambda: rig.app.pools.decode.num_ready() == 1)
+        refused = await scaler.refusal("decode", "tandem-decode-instances")
+        assert "1 instances are silent" in str(refused.details())
 
 
 @pytest.mark.parametrize(("pool", "metric"), [("decod", "tandem-decode-instances"), ("decode", "s0-tandem"), ("", "")])

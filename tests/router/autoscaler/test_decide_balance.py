@@ -50,6 +50,14 @@ def test_a_rebalance_beyond_the_total_budget_takes_two_steps() -> None:
     assert sizes(balanced((1, 1), (4, 5), settings)) == (1, 5)
 
 
+def test_processes_that_start_take_places_and_are_no_reason_to_hold_what_is_ordered() -> None:
+    settings = settings_of(max_instances=5)
+    wanted = wants("prefill", 1, 1), wants("decode", 2, 4)
+    assert sizes(balance(*wanted, 0, settings, (1, 4))) == (1, 4)
+    assert sizes(balance(*wanted, 0, settings, (3, 2))) == (1, 2)
+    assert sizes(balance(*wanted, 1, settings, (1, 4))) == (1, 4)
+
+
 def test_a_drifting_ratio_of_prefill_to_decode_is_stopped_at_its_bounds() -> None:
     settings = settings_of(min_ratio=0.5, max_ratio=2.0)
     assert sizes(balanced((2, 4), (1, 1), settings)) == (2, 1)

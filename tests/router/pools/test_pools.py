@@ -268,7 +268,9 @@ async def test_an_instance_at_two_addresses_counts_once_to_its_end(run: Run) -> 
             def counts() -> tuple[int, int]:
                 """Instances that end, and those that stay."""
                 observed = second.app._observer.observe({"prefill": 0, "decode": 1})["decode"]
-                return observed.num_ending, second.app._scaler._size("decode")
+                counted = second.app._scaler._counts("decode")
+                assert counted.num_ending == observed.num_ending
+                return counted.num_ending, counted.num_present
 
             await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
             assert (counts(), pool.is_complete()) == ((0, 1), True)
