@@ -263,16 +263,6 @@ def test_only_routers_and_instances_reach_an_instance(name: str) -> None:
             assert set(peers) <= set(COMPONENTS)
 
 
-def test_variables_of_ones_own_replace_the_charts() -> None:
-    own = [{"name": "XDG_CACHE_HOME", "value": "/cache"}, {"name": "GRPC_VERBOSITY", "value": "info"}]
-    env = deployment(render({"instance": {"extraEnv": own}}), "decode")["spec"]["template"]["spec"]["containers"][0][
-        "env"
-    ]
-    names = [one["name"] for one in env]
-    assert len(set(names)) == len(names)
-    assert [one for one in env if one["name"] in ("XDG_CACHE_HOME", "GRPC_VERBOSITY")] == own
-
-
 def test_a_label_of_a_pod_goes_before_one_of_all() -> None:
     values = {"commonLabels": {"team": "all", "a": 1}, "router": {"podLabels": {"team": "routers"}}}
     values["metrics"] = {"monitor": {"kind": "PodMonitor", "labels": {"team": "monitors"}}}

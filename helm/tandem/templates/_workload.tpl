@@ -231,19 +231,40 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 - {name: HOME, value: /tmp}
 {{- end -}}
 
-{{/* With the user's variables, which replace the chart's of the same name: (dict "env" the chart's, as YAML, "own" the user's) */}}
+{{/*
+With the user's variables, which replace the chart's of the same name: (dict "env" the chart's, as YAML, "own" the user's). They come last and may contain all of the chart's, except one that the chart's
+contain, such as $(POD_IP): Kubernetes expands it only in what follows, so it takes the place of the chart's, after the user's that it contains.
+*/}}
 {{- define "tandem.mergedEnv" -}}
-{{- $names := list -}}
+{{- $chart := .env -}}
 {{- $own := list -}}
+{{- $byName := dict -}}
 {{- range .own -}}
-{{- $names = append $names .name -}}
-{{- $own = append $own (ternary (merge (dict "value" (include "tandem.text" .value)) .) . (and (hasKey . "value") (not (kindIs "invalid" .value)))) -}}
+{{- $one := ternary (merge (dict "value" (include "tandem.text" .value)) .) . (and (hasKey . "value") (not (kindIs "invalid" .value))) -}}
+{{- $own = append $own $one -}}
+{{- $_ := set $byName .name $one -}}
 {{- end -}}
 {{- $merged := list -}}
-{{- range .env | fromYamlArray -}}
-{{- if not (has .name $names) }}{{ $merged = append $merged . }}{{ end -}}
+{{- $placed := list -}}
+{{- range $chart | fromYamlArray -}}
+{{- if not (hasKey $byName .name) -}}
+{{- $merged = append $merged . -}}
+{{- else if contains (printf "$(%s)" .name) $chart -}}
+{{- $replacing := get $byName .name -}}
+{{- $placed = append $placed .name -}}
+{{- range $own -}}
+{{- if and (contains (printf "$(%s)" .name) ($replacing.value | default "")) (not (has .name $placed)) -}}
+{{- $merged = append $merged . -}}
+{{- $placed = append $placed .name -}}
 {{- end -}}
-{{- toYaml (concat $merged $own) -}}
+{{- end -}}
+{{- $merged = append $merged $replacing -}}
+{{- end -}}
+{{- end -}}
+{{- range $own -}}
+{{- if not (has .name $placed) }}{{ $merged = append $merged . }}{{ end -}}
+{{- end -}}
+{{- toYaml $merged -}}
 {{- end -}}
 
 {{- define "tandem.securityContext" -}}
