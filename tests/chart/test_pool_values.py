@@ -6,14 +6,22 @@ from typing import Any
 
 import pytest
 
-from helm.rendering import Manifest, render
+from helm.rendering import Manifest, check_settings, render
 from tests.chart.rendered import COMPONENTS, deployment
 from tests.chart.started import Read
+
+NUM_THREADS = "TANDEM_ENGINE__NUM_THREADS"
 
 
 def container(objects: list[Manifest], component: str) -> dict[str, Any]:
     (one,) = deployment(objects, component)["spec"]["template"]["spec"]["containers"]
     return dict(one)
+
+
+def checked(values: dict[str, Any]) -> list[Manifest]:
+    objects = render(values)
+    check_settings(objects)
+    return objects
 
 
 # Variables
@@ -45,3 +53,65 @@ def test_a_variable_of_ones_own_is_set_before_the_charts_that_contain_it(
     assert process.environment["XDG_CACHE_HOME"] == "/tmp/cache"
     names = [one["name"] for one in container(objects, component)["env"]]
     assert len(set(names)) == len(names)
+
+
+# Null
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("what", ["limits", "requests"])
+def test_a_pool_without_the_limits_or_requests_of_all(what: str, workers: int) -> None:
+    instance = {
+        "tensorParallelSize": workers,
+        "resources": {"limits": {"cpu": "8", "memory": "9Gi"}, "requests": {"cpu": "4", "memory": "9Gi"}},
+    }
+    pools = {"decode": {"resources": {what: None}}}
+    objects = checked({"instance": instance, "pools": pools, "connector": {"name": "null"}})
+    assert container(objects, "prefill")["resources"] == instance["resources"]
+    assert container(objects, "decode")["resources"].keys() == {"limits", "requests"} - {what}
+    (settings,) = (one for one in objects if one["metadata"]["name"] == "on-tandem-decode-settings")
+    threads = {"limits": 2, "requests": 4}[what]
+    assert (f"num_threads: {threads}" in settings["data"]["settings.yaml"]) is (workers == 2)
+
+
+@pytest.mark.parametrize(("owner", "component"), [("instance", "prefill"), ("pool", "decode"), ("router", "router")])
+def test_a_limit_of_null_is_none(owner: str, component: str) -> None:
+    given = {"limits": {"cpu": "8", "memory": "9Gi"}, "requests": {"cpu": "2"}}
+    none = {"limits": {"cpu": None, "memory": "9Gi"}, "requests": {"cpu": "2"}}
+    values: dict[str, Any] = {"instance": {"resources": given}, "pools": {"decode": {"resources": none}}}
+    if owner != "pool":
+        values = {owner: {"resources": none}}
+    started = container(checked(values), component)
+    assert started["resources"]["limits"] == {"memory": "9Gi"}
+    sources = {one["name"]: one.get("valueFrom") for one in started["env"]}
+    if component != "router":
+        assert sources[NUM_THREADS]["resourceFieldRef"]["resource"] == "requests.cpu"
+
+
+def test_null_removes_what_a_pool_inherits() -> None:
+    instance = {
+        "resources": {"limits": {"memory": "9Gi"}},
+        "affinity": {"nodeAffinity": {}, "podAntiAffinity": {}},
+        "strategy": {"type": "Recreate"},
+        "replicas": 3,
+    }
+    own = {
+        "resources": {"limits": {"memory": None}},
+        "affinity": {"podAntiAffinity": None},
+        "strategy": None,
+        "replicas": None,
+    }
+    spec = deployment(checked({"instance": instance, "pools": {"decode": own}}), "decode")["spec"]
+    assert "replicas" not in spec
+    assert spec["strategy"]["type"] == "RollingUpdate"
+    pod = spec["template"]["spec"]
+    assert pod["affinity"] == {"nodeAffinity": {}}
+    assert pod["containers"][0]["resources"]["limits"] == {}
+
+
+def test_a_setting_of_null_is_one_without_a_value(read: Read) -> None:
+    """Which is not the chart's."""
+    engine = {"kv_cache_bytes": None}
+    objects = render({"pools": {"decode": {"settings": {"engine": engine}}}})
+    assert read(objects, "decode")[0].engine.kv_cache_bytes is None
+    assert read(objects, "prefill")[0].engine.kv_cache_bytes == 1 << 30

@@ -132,7 +132,8 @@ imagePullSecrets:
 {{/* One pool's values, as YAML: those of `instance`, and over them the pool's own. */}}
 {{- define "tandem.pool" -}}
 {{- $own := index .root.Values.pools .component | default dict -}}
-{{- include "tandem.filled" (mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own)) -}}
+{{- $spec := mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own) -}}
+{{- include "tandem.filled" $spec -}}
 {{- end -}}
 
 {{/* The router's values, as YAML. */}}
@@ -140,9 +141,20 @@ imagePullSecrets:
 {{- include "tandem.filled" (deepCopy .Values.router) -}}
 {{- end -}}
 
-{{/* A key without a value, as a values file has it whose lines below are comments, is one with an empty value. */}}
+{{/* Removes the keys of a map whose value is null, as Helm does with keys of values.yaml; renders nothing. */}}
+{{- define "tandem.removeNulls" -}}
+{{- $map := . -}}
+{{- range $key, $value := $map -}}
+{{- if kindIs "invalid" $value }}{{ $_ := unset $map $key }}{{ else if kindIs "map" $value }}{{ include "tandem.removeNulls" $value }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Without keys of null, except in settings, where null is a value. A key without a value, as a values file has it whose lines below are comments, is one with an empty value. */}}
 {{- define "tandem.filled" -}}
-{{- $spec := . -}}
+{{- $spec := omit . "settings" "vllmArgs" -}}
+{{- include "tandem.removeNulls" $spec -}}
+{{- $_ := set $spec "settings" .settings -}}
+{{- $_ := set $spec "vllmArgs" .vllmArgs -}}
 {{- range $key := list "podLabels" "podAnnotations" "nodeSelector" "affinity" "dnsConfig" "vllmArgs" }}{{ $_ := set $spec $key (get $spec $key | default dict) }}{{ end -}}
 {{- range $key := list "tolerations" "extraEnv" "envFrom" "sidecars" "initContainers" "extraVolumes" "extraVolumeMounts" "addCapabilities" "resourceClaims" }}{{ $_ := set $spec $key (get $spec $key | default list) }}{{ end -}}
 {{- $_ := set $spec "probes" (merge ($spec.probes | default dict) (dict "startup" dict "liveness" dict "readiness" dict)) -}}
