@@ -115,3 +115,14 @@ def test_a_setting_of_null_is_one_without_a_value(read: Read) -> None:
     objects = render({"pools": {"decode": {"settings": {"engine": engine}}}})
     assert read(objects, "decode")[0].engine.kv_cache_bytes is None
     assert read(objects, "prefill")[0].engine.kv_cache_bytes == 1 << 30
+
+
+# Strategy
+
+
+def test_a_pool_that_is_recreated_has_no_rolling_update() -> None:
+    """Kubernetes rejects one beside it."""
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    objects = render({"instance": {"strategy": rolling}, "pools": {"decode": {"strategy": {"type": "Recreate"}}}})
+    assert deployment(objects, "decode")["spec"]["strategy"] == {"type": "Recreate"}
+    assert deployment(objects, "prefill")["spec"]["strategy"] == rolling

@@ -129,10 +129,13 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{/* One pool's values, as YAML: those of `instance`, and over them the pool's own. */}}
+{{/* One pool's values, as YAML: those of `instance`, and over them the pool's own. A pool that is recreated inherits no rolling update, which Kubernetes rejects beside it. */}}
 {{- define "tandem.pool" -}}
 {{- $own := index .root.Values.pools .component | default dict -}}
 {{- $spec := mustMergeOverwrite (deepCopy .root.Values.instance) (deepCopy $own) -}}
+{{- if and (eq (dig "type" "" ($own.strategy | default dict)) "Recreate") (not (hasKey $own.strategy "rollingUpdate")) -}}
+{{- $_ := unset $spec.strategy "rollingUpdate" -}}
+{{- end -}}
 {{- include "tandem.filled" $spec -}}
 {{- end -}}
 
