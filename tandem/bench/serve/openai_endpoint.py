@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import msgspec
@@ -64,6 +64,9 @@ _ONE_BY_ONE, _BY_END, _BY_EVENTS = (
     "by events, since the endpoint sends no usage: if one carries several tokens, too few are counted",
 )
 _NULL = msgspec.Raw(b"null")
+_Count = Annotated[int, msgspec.Meta(le=1 << 24)]
+"""Tokens of one request: a false number would take all memory, as each token has its time."""
+_T = TypeVar("_T")
 
 
 class _UsageOptionRejected(Exception):
@@ -71,12 +74,12 @@ class _UsageOptionRejected(Exception):
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int = 0
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count = 0
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -139,7 +142,7 @@ class OpenAIEndpoint:
         try:
             response = await self._client.get("/v1/models", timeout=_SERVED_TIMEOUT_S)
             response.raise_for_status()
-            models = msgspec.json.decode(response.content, type=_Models).data
+            models = _decoded(response.content, _Models).data
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             if self._model and not isinstance(error, httpx.TransportError):
                 return ServedModel(self._model)
@@ -223,7 +226,7 @@ class _Stream:
 
     def add(self, data: bytes) -> None:
         """Raises RequestFailed for an event that reports an error, msgspec's errors for an invalid one."""
-        event = msgspec.json.decode(data, type=_Event)
+        event = _decoded(data, _Event)
         if event.error != _NULL:
             raise RequestFailed("ERROR IN STREAM", _cut(bytes(event.error).decode(errors="replace")))
         self._usage = event.usage or self._usage
@@ -269,6 +272,16 @@ def _checked(url: str) -> httpx.URL:
     if checked.scheme not in ("http", "https") or not checked.host:
         raise ValueError(f"{url!r} is not the URL of a server; write one like http://127.0.0.1:8000")
     return checked
+
+
+def _decoded(data: bytes, kind: type[_T]) -> _T:
+    """Raises msgspec.DecodeError for whatever is invalid in `data`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"not UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deeply") from None
 
 
 def _shown(error: Exception) -> str:

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
@@ -86,6 +86,8 @@ class ServeOptions:
     def _check(self) -> None:
         if self.address and self.url:
             raise InvalidOption("--address is a Tandem router, --url an OpenAI endpoint: give only one")
+        if not _is_utf8(self.model):
+            raise InvalidOption(f"--model {self.model!r} is not UTF-8")
         if self.burstiness is not None and self.arrivals != "gamma":
             raise InvalidOption(f"--burstiness goes with --arrivals gamma, not with {self.arrivals}")
         if self.prompt_as == "text" and (self.url is None or self.tokenizer is None):
@@ -131,6 +133,11 @@ class ServeOptions:
             if not limits[f"{name}_ms"] > 0:
                 raise InvalidOption(f"--goodput {part}: the milliseconds must be above 0")
         return Objectives(**limits)
+
+
+def _is_utf8(text: str) -> bool:
+    """A byte of the command line that is not UTF-8 is a lone surrogate here."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def make_endpoint(options: ServeOptions, credentials: Credentials | None) -> Endpoint:
@@ -196,12 +203,19 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
 
 def _extra_body(text: str | None) -> Mapping[str, Any]:
     try:
-        body = json.loads(text or "{}")
+        body = json.loads(text or "{}", parse_constant=_reject_constant)
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # as it is sent: 1e999 and "\\ud800" can be read
     except ValueError as error:
         raise InvalidOption(f"--extra-body is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidOption("--extra-body is not JSON: nested too deeply") from None
     if not isinstance(body, dict):
         raise InvalidOption("--extra-body must be a JSON object, such as '{\"top_k\": 5}'")
     return body
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _to_text(folder: Path) -> Callable[[Sequence[int]], str]:

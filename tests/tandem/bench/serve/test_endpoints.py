@@ -212,18 +212,43 @@ async def test_a_single_token_without_text_counts_by_usage(usage: str) -> None:
         assert (await generated(endpoint, PlannedRequest(0.0, (11,), 1)))[1] == [1]
 
 
-async def test_an_event_that_is_no_json_is_a_failure() -> None:
+@asynccontextmanager
+async def answering(body: bytes) -> AsyncIterator[OpenAIEndpoint]:
+    """The endpoint of a server that answers every request with `body`."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\ndata: {nonsense\n\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
         await writer.drain()
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         endpoint = OpenAIEndpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/")
-        with pytest.raises(RequestFailed, match="BAD EVENT"):
-            await generated(endpoint)
+        yield endpoint
         await endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        (b"{nonsense", "malformed"),
+        (b'{"choices": [{"text": "\xe2\x82"}]}', "not UTF-8"),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"usage": {"completion_tokens": 1000000000000}, "choices": [{}]}', "<= "),
+    ],
+)
+async def test_an_invalid_event_is_a_failure_of_its_request(event: bytes, problem: str) -> None:
+    async with answering(b"data: " + event + b"\n\n") as endpoint:
+        with pytest.raises(RequestFailed, match="BAD EVENT") as failed:
+            await generated(endpoint)
+    assert problem in failed.value.message
+
+
+@pytest.mark.parametrize("models", [b'{"data": [{"id": "\xff"}]}', b'{"x": ' + b"[" * 100_000])
+async def test_an_invalid_list_of_models_is_reported_with_what_to_type(models: bytes) -> None:
+    async with answering(models) as endpoint:
+        with pytest.raises(RequestFailed, match="give --model"):
+            await endpoint.served_model()
 
 
 async def test_prompts_may_go_as_text_and_the_body_may_be_changed() -> None:
