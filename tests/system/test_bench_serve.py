@@ -34,7 +34,7 @@ async def test_the_reported_cached_tokens_are_those_of_the_shared_beginnings(sta
     workload = RandomWorkload(
         VOCABULARY, Schedule(num_requests=9), 70 + turns, prefix_len=PREFIX_LEN, num_prefixes=2, turns=turns, **lengths
     )
-    planned = workload.plan(1, float("inf"))
+    planned = list(workload.plan(1, float("inf")))
     endpoint = GrpcEndpoint(stack.rig.address)
     records = await run_load(endpoint, planned, max_concurrency=1)
     await endpoint.close()

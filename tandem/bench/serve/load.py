@@ -8,6 +8,7 @@ Requests are sent when they are due, whether or not earlier ones have been answe
 A request that was never sent has no record. The concurrency limit delays a held request (`held_s`); any other delay
 between due and sent is caused by this process (`lag_s`), and the figures are then about the load, not the endpoint.
 
+    planning all rates ─ stop ─▶ no Point
     for each rate   warming up ─all ended─▶ idle (pause) ─▶ running ─all ended─▶ Point
                         └─ none succeeded ─▶ WarmUpFailed       └─ stop ─▶ Point of the requests so far, the last one
 """
@@ -18,7 +19,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from tandem.bench.serve.workload import Workload
 
 _LAG_INTERVAL_S = 0.01
 _WARM_UP_CONCURRENCY = 4
+_PLANNED_AT_ONCE = 16
 
 
 @dataclass(slots=True)
@@ -215,13 +217,18 @@ async def run_sweep(
 ) -> list[Point]:
     """A point for each rate. After `stop` there are no further rates, and the last point may have fewer requests.
 
-    `check` raises an error of its own for requests that cannot be sent. Raises WarmUpFailed.
+    `check` raises an error of its own for requests that cannot be sent. Raises WarmUpFailed, TooManyRequests.
     """
     points: list[Point] = []
     for run, rate in enumerate(sweep.rates, 1):  # all of them first: else a later one's mistake costs measured figures
-        check(workload.plan(run, rate))
+        requests = await _planned(workload.plan(run, rate), stop)
+        if stop.is_set():
+            return points
+        check(requests)
     for run, rate in enumerate(sweep.rates, 1):
-        requests = workload.plan(run, rate)
+        requests = await _planned(workload.plan(run, rate), stop)
+        if stop.is_set():
+            break
         warm_up = workload.warm_up(run, sweep.num_warm_up)
         if warm_up:
             observer.warm_up(rate, len(warm_up))
@@ -250,3 +257,15 @@ async def run_sweep(
         if stop.is_set():
             break
     return points
+
+
+async def _planned(requests: Iterable[PlannedRequest], stop: asyncio.Event) -> list[PlannedRequest]:
+    """All of them, or the first ones if `stop` is set meanwhile: the loop goes on and sees signals."""
+    planned: list[PlannedRequest] = []
+    for request in requests:
+        planned.append(request)
+        if len(planned) % _PLANNED_AT_ONCE == 0:
+            await asyncio.sleep(0)
+            if stop.is_set():
+                break
+    return planned

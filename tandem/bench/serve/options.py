@@ -16,7 +16,15 @@ from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
 from tandem.bench.serve.report import Objectives
 from tandem.bench.serve.traces import TooLong, TraceUse, read_trace
-from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, TraceWorkload, Vocabulary, Workload
+from tandem.bench.serve.workload import (
+    MAX_REQUESTS,
+    Lengths,
+    RandomWorkload,
+    Schedule,
+    TraceWorkload,
+    Vocabulary,
+    Workload,
+)
 from tandem.client.credentials import Credentials
 from tandem.client.registry import credentials_for
 from tandem.demo import MODEL_DIR
@@ -86,6 +94,8 @@ class ServeOptions:
     def _check(self) -> None:
         if self.address and self.url:
             raise InvalidOption("--address is a Tandem router, --url an OpenAI endpoint: give only one")
+        if self.warm_up is not None and self.warm_up > MAX_REQUESTS:
+            raise InvalidOption(f"--warm-up {self.warm_up}: at most {MAX_REQUESTS} requests")
         if not _is_utf8(self.model):
             raise InvalidOption(f"--model {self.model!r} is not UTF-8")
         if self.burstiness is not None and self.arrivals != "gamma":

@@ -148,25 +148,38 @@ def plan(
     no other row's prompt. Equal hash ids give equal tokens, whatever the row.
     """
     planned = TracePlan()
+    planned.requests.extend(plan_each(rows, use, ids, planned, seed=seed, limit=limit))
+    return planned
+
+
+def plan_each(
+    rows: Iterable[TraceRow],
+    use: TraceUse,
+    ids: Sequence[int],
+    counts: TracePlan,
+    *,
+    seed: int = 0,
+    limit: int | None = None,
+) -> Iterator[PlannedRequest]:
+    """The requests of `plan`, one by one; counts the rows in `counts`."""
     prompts = _Prompts(ids, seed, block_len=math.ceil(use.hash_block_len * use.length_scale))
     for index, row in enumerate(rows):
-        planned.num_rows += 1
+        counts.num_rows += 1
         if not use.begin_s <= row.at_s < use.begin_s + use.duration_s:
-            planned.num_outside += 1
+            counts.num_outside += 1
             continue
         lengths = [max(1, round(use.length_scale * length)) for length in (row.input_len, row.output_len)]
         caps = (use.max_input_len, use.max_output_len)
         capped = [min(length, cap or length) for length, cap in zip(lengths, caps, strict=True)]
         if capped != lengths and use.too_long == "skip":
-            planned.num_skipped += 1
+            counts.num_skipped += 1
             continue
-        planned.num_cut += capped != lengths
-        planned.num_planned += 1
-        if limit is not None and planned.num_planned > limit:
+        counts.num_cut += capped != lengths
+        counts.num_planned += 1
+        if limit is not None and counts.num_planned > limit:
             continue  # counted alone: prompts take time and memory
         prompt = prompts.shared(row.hash_ids, capped[0]) if row.hash_ids else prompts.unique(index, capped[0])
-        planned.requests.append(PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, capped[1]))
-    return planned
+        yield PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, capped[1])
 
 
 class _Prompts:

@@ -19,9 +19,15 @@ import numpy as np
 import tokenizers
 
 from tandem.bench.serve.endpoint import PlannedRequest
-from tandem.bench.serve.traces import TracePlan, TraceRow, TraceUse, plan
+from tandem.bench.serve.traces import TracePlan, TraceRow, TraceUse, plan, plan_each
 
+MAX_REQUESTS = 1_000_000
+"""Of one run: all of them are in memory before the first one is sent."""
 _DRAWN_AT_ONCE = 1024
+
+
+class TooManyRequests(ValueError):
+    """A run would have more than MAX_REQUESTS; the message names the options that limit them."""
 
 
 def gamma_arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
@@ -62,10 +68,10 @@ def filling(arrivals: Iterable[float], *, num_requests: int, duration_s: float) 
 
     A short series then has the requested rate. The ratios of gamma gaps are kept: for a Poisson process this is the
     process conditioned on `num_requests` arrivals within `duration_s`, which are independent and uniform (Devroye,
-    Non-Uniform Random Variate Generation, 1986, chapter V).
+    Non-Uniform Random Variate Generation, 1986, chapter V). Gaps that are all 0, of a tiny shape, stay 0.
     """
     *times_s, end_s = itertools.islice(arrivals, num_requests + 1)
-    return [at_s * duration_s / end_s for at_s in times_s]
+    return [at_s * duration_s / end_s if end_s else 0.0 for at_s in times_s]
 
 
 def _check(value: float, name: str) -> None:
@@ -161,7 +167,19 @@ class Schedule:
 
     def times_s(self, rate: float, seed: int) -> list[float]:
         """At `rate` requests per second; inf: all at once. With one seed, twice the rate is the same series at twice
-        the speed. A number of requests takes number / rate seconds; within a duration their number varies."""
+        the speed. A number of requests takes number / rate seconds; within a duration their number varies.
+        Raises TooManyRequests."""
+        limit = MAX_REQUESTS + 1
+        num_requests = limit if self.num_requests is None else min(self.num_requests, limit)
+        times_s = replace(self, num_requests=num_requests)._times_s(rate, seed)
+        if len(times_s) > MAX_REQUESTS:
+            when = "at once" if rate == float("inf") else f"at {rate:g}/s"
+            raise TooManyRequests(
+                f"more than {MAX_REQUESTS} requests {when}: lower --rate, --duration or --num-requests"
+            )
+        return times_s
+
+    def _times_s(self, rate: float, seed: int) -> list[float]:
         if rate == float("inf"):
             arrivals = all_at_once()
         elif self.burstiness is None:
@@ -174,8 +192,11 @@ class Schedule:
 
 
 class Workload(Protocol):
-    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
-        """Those of measured run `run`, from 1, at `rate` requests per second; None: as in the trace."""
+    def plan(self, run: int, rate: float | None) -> Iterable[PlannedRequest]:
+        """Those of measured run `run`, from 1, at `rate` requests per second; None: as in the trace.
+
+        Each is made when it is taken: all of them may take minutes. Raises TooManyRequests.
+        """
 
     def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
         """`count` requests like those of run `run`, but with other prompts, all due at once."""
@@ -204,26 +225,24 @@ class RandomWorkload:
         prefix = f" after {self.num_prefixes} x {self.prefix_len} shared ones" if self.prefix_len else ""
         return f"prompts of {self.prompt}{prefix}, answers of {self.output} tokens{turns}; ids {self.vocabulary.origin}"
 
-    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
+    def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """Each round of prefixes has an order of its own, or an instance that is picked in turns would get the same."""
         if rate is None:
             raise ValueError("random prompts need a rate")
         return self._requests(self.schedule.times_s(rate, self.seed), 2 * run, self.turns)
 
     def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
-        return self._requests([0.0] * count, 2 * run + 1, 1)
+        return list(self._requests([0.0] * count, 2 * run + 1, 1))
 
-    def _requests(self, times_s: Sequence[float], series: int, turns: int) -> list[PlannedRequest]:
+    def _requests(self, times_s: Sequence[float], series: int, turns: int) -> Iterator[PlannedRequest]:
         rng = _rng(self.seed, series, _PROMPTS)
         drawn = [lengths.draw(len(times_s), rng) for lengths in (self.prompt, self.output)]
         open_texts = deque(itertools.islice(self._prefixes(series), math.ceil(len(times_s) / turns)))
-        requests = []
         for at_s, prompt_len, output_len in zip(times_s, *drawn, strict=True):
             prompt = open_texts.popleft() + self.vocabulary.draw(prompt_len, rng)
-            requests.append(PlannedRequest(at_s, prompt, output_len))
+            yield PlannedRequest(at_s, prompt, output_len)
             if turns > 1:
                 open_texts.append(prompt + self.vocabulary.draw(output_len, rng))
-        return requests
 
     def _prefixes(self, series: int) -> Iterator[tuple[int, ...]]:
         """Endless: all of them, then all of them in another order, and so on."""
@@ -247,21 +266,30 @@ class TraceWorkload:
     def __str__(self) -> str:
         return f"trace: {self._traced(0, limit=0)}; ids {self.vocabulary.origin}"
 
-    def plan(self, run: int, rate: float | None) -> list[PlannedRequest]:
+    def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """A trace gives no more requests than it has rows, also at a given rate."""
-        requests = self._traced(2 * run, self.schedule.num_requests).requests
-        num_requests = min(len(requests), self.schedule.num_requests or len(requests))
+        num_rows = self._traced(0, limit=0).num_planned
+        num_requests = min(num_rows, self.schedule.num_requests or num_rows)
+        if num_requests > MAX_REQUESTS:
+            raise TooManyRequests(
+                f"the trace has more than {MAX_REQUESTS} requests: take a part of them by --trace-for or --num-requests"
+            )
+        counts, seed = TracePlan(), self._seed_of(2 * run)
+        requests = plan_each(self.rows, self.use, self.vocabulary.ids, counts, seed=seed, limit=num_requests)
         if rate is not None:
             times_s = replace(self.schedule, num_requests=num_requests).times_s(rate, self.seed)
-            return [replace(one, at_s=at_s) for one, at_s in zip(requests, times_s, strict=False)]
-        times_s = cut((one.at_s for one in requests), num_requests=num_requests, duration_s=self.schedule.duration_s)
-        return requests[: len(times_s)]
+            return (replace(one, at_s=at_s) for at_s, one in zip(times_s, requests, strict=False))
+        end_s = self.schedule.duration_s
+        return requests if end_s is None else itertools.takewhile(lambda one: one.at_s < end_s, requests)
 
     def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
         return [replace(one, at_s=0.0) for one in self._traced(2 * run + 1, count).requests]
 
     def _traced(self, series: int, limit: int | None) -> TracePlan:
-        return plan(self.rows, self.use, self.vocabulary.ids, seed=self.seed + (series << 32), limit=limit)
+        return plan(self.rows, self.use, self.vocabulary.ids, seed=self._seed_of(series), limit=limit)
+
+    def _seed_of(self, series: int) -> int:
+        return self.seed + (series << 32)
 
 
 def _rng(seed: int, series: int, purpose: int) -> np.random.Generator:

@@ -216,6 +216,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
     from tandem.bench.serve.endpoint import RequestFailed
     from tandem.bench.serve.load import WarmUpFailed
     from tandem.bench.serve.options import InvalidOption, ServeOptions
+    from tandem.bench.serve.workload import TooManyRequests
     from tandem.client.errors import TandemError
 
     if save_requests and json_file is None:
@@ -236,7 +237,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
             _reject(("speed",), "{} changes the times of a trace, which --rate replaces")
     try:
         results = asyncio.run(_bench(ServeOptions(**options), _credentials(options["address"], options["url"])))
-    except InvalidOption as error:
+    except (InvalidOption, TooManyRequests) as error:
         raise click.UsageError(str(error)) from None
     except (RequestFailed, TandemError) as error:
         raise click.ClickException(error.message) from None
@@ -285,8 +286,8 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
     served = await endpoint.served_model()
     workload = make_workload(options, served)
     results = Results(endpoint.name, served.model, {**options.as_settings(), "workload": str(workload)})
-    click.echo(f"{endpoint.name}, model {served.model}; {workload}; seed {options.seed}\n")
     display, stop = LoadDisplay(sweep.objectives), _stop_on_signals(results)
+    click.echo(f"{endpoint.name}, model {served.model}; {workload}; seed {options.seed}\n")
     try:
         results.points = await run_sweep(
             endpoint, workload, sweep, display, check=lambda requests: check_requests(requests, served), stop=stop

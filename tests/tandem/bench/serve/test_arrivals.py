@@ -85,6 +85,11 @@ def test_filling_keeps_how_gaps_compare() -> None:
     assert filled == pytest.approx([at_s * 4.0 / drawn[20] for at_s in drawn[:20]])
 
 
+def test_gaps_of_a_tiny_shape_are_all_zero_and_stay_so() -> None:
+    drawn = gamma_arrivals(3.0, 1e-300, np.random.default_rng(1))
+    assert filling(drawn, num_requests=3, duration_s=4.0) == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), float("nan")])
 def test_rates_and_shapes_that_are_none_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="rate is"):

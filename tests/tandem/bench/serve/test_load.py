@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
 
 from tandem.bench.serve.endpoint import INTERRUPTED, Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel
-from tandem.bench.serve.load import Progress, loop_lags, run_load
+from tandem.bench.serve.load import Progress, Sweep, loop_lags, run_load, run_sweep
+from tandem.bench.serve.report import Objectives
 
 GUARD_S = 30.0
 
@@ -178,6 +180,44 @@ async def test_a_bug_in_an_endpoint_is_no_failed_request() -> None:
 
     with pytest.raises(ExceptionGroup, match="unhandled"):
         await run_load(LocalEndpoint(broken), requests(0))
+
+
+class EndlessWorkload:
+    """Its plan never ends."""
+
+    def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
+        return itertools.repeat(PlannedRequest(0.0, (5, 6), 1))
+
+    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
+        return requests(0)
+
+
+class NoProgress:
+    """A LoadObserver that counts what begins."""
+
+    num_begun = 0
+
+    def warm_up(self, rate: float | None, num_requests: int) -> None:
+        self.num_begun += 1
+
+    def begin(self, rate: float | None, requests: Sequence[PlannedRequest]) -> None:
+        self.num_begun += 1
+
+    def progress(self, progress: Progress) -> None:
+        pass
+
+    def end(self, point: object) -> None:
+        pass
+
+
+async def test_stop_ends_the_planning() -> None:
+    stop, endpoint, observer = asyncio.Event(), LocalEndpoint(quick), NoProgress()
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    sweep = Sweep((1.0, 2.0), Objectives(), None, 1.0, 1, 0.0)
+    points = await run_sweep(
+        endpoint, EndlessWorkload(), sweep, observer, check=lambda planned: pytest.fail("not planned"), stop=stop
+    )
+    assert (points, endpoint.order, observer.num_begun) == ([], [], 0)
 
 
 async def test_progress_counts_every_request() -> None:

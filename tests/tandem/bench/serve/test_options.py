@@ -65,6 +65,9 @@ def refused(*args: str) -> str:
         (("--prompt-len", "9:3", "--address", "{there}"), "a range like 256:1024"),
         (("--output-len", "many", "--address", "{there}"), "Error: --output-len 'many': not a number; write a length"),
         (("--prompt-len", "5000", "--address", "{there}"), "the limit of fake is 4096"),
+        (("--rate", "50,1e300", "--duration", "1", "--address", "{there}"), "more than 1000000 requests at 1e+300/s"),
+        (("--rate", "inf", "--num-requests", "1000001", "--address", "{there}"), "more than 1000000 requests at once"),
+        (("--warm-up", "1000001"), "--warm-up 1000001: at most 1000000 requests"),
         (("--duration", "0.001", "--rate", "0.001", "--address", "{there}"), "no request is due"),
     ],
 )

@@ -253,6 +253,21 @@ async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None
     assert "PARTIAL, stopped: Ctrl-C; nothing was measured" in output.decode()
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+async def test_a_signal_ends_the_planning_of_a_long_load(number: int, name: str) -> None:
+    async with FakeTandem() as server, asyncio.timeout(GUARD_S):
+        process = await started(
+            "--address", server.address, "--rate", "inf", "--num-requests", "1000000", "--prompt-len", "1000"
+        )
+        assert process.stdout is not None
+        assert b"seed" in await process.stdout.readline()
+        process.send_signal(number)
+        output, errors = await process.communicate()
+    assert process.returncode == 130, errors
+    assert f"PARTIAL, stopped: {name}; nothing was measured" in output.decode()
+    assert server.num_requests == 0
+
+
 def test_the_limit_on_concurrency_reaches_the_load(serve: Serve) -> None:
     server = serve(FakeTandem(Behaviour(first_s=0.02)))
     status, output, errors = bench(

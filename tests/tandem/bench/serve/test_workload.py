@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from tandem.bench.serve.endpoint import PlannedRequest
 from tandem.bench.serve.traces import TraceRow, TraceUse
-from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, TraceWorkload, Vocabulary
+from tandem.bench.serve.workload import (
+    MAX_REQUESTS,
+    Lengths,
+    RandomWorkload,
+    Schedule,
+    TooManyRequests,
+    TraceWorkload,
+    Vocabulary,
+)
 from tandem.demo import MODEL_DIR
 
 VOCABULARY = Vocabulary.middle(4000, end_ids=frozenset({600}))
@@ -34,7 +42,7 @@ def prompts(requests: list[PlannedRequest]) -> list[tuple[int, ...]]:
 
 @given(st.integers(0, 2**31), st.integers(1, 50), st.integers(0, 50))
 def test_lengths_lie_in_their_range_and_tokens_are_ordinary(seed: int, low: int, more: int) -> None:
-    planned = workload(seed, prompt=Lengths(low, low + more), output=Lengths(low, low + more)).plan(1, 5.0)
+    planned = list(workload(seed, prompt=Lengths(low, low + more), output=Lengths(low, low + more)).plan(1, 5.0))
     assert len(planned) == 10
     for one in planned:
         assert low <= len(one.prompt_token_ids) <= low + more
@@ -43,21 +51,21 @@ def test_lengths_lie_in_their_range_and_tokens_are_ordinary(seed: int, low: int,
 
 
 def test_both_ends_of_a_range_occur() -> None:
-    planned = workload(schedule=Schedule(num_requests=200), prompt=Lengths(3, 5)).plan(1, 5.0)
+    planned = list(workload(schedule=Schedule(num_requests=200), prompt=Lengths(3, 5)).plan(1, 5.0))
     assert {len(one.prompt_token_ids) for one in planned} == {3, 4, 5}
 
 
 @given(st.integers(0, 2**31))
 def test_equal_seeds_send_equal_requests_and_other_seeds_and_runs_others(seed: int) -> None:
-    first = workload(seed).plan(1, 5.0)
-    assert first == workload(seed).plan(1, 5.0)
-    others = [workload(seed + 1).plan(1, 5.0), workload(seed).plan(2, 5.0), workload(seed).warm_up(1, 10)]
+    first = list(workload(seed).plan(1, 5.0))
+    assert first == list(workload(seed).plan(1, 5.0))
+    others = [list(workload(seed + 1).plan(1, 5.0)), list(workload(seed).plan(2, 5.0)), workload(seed).warm_up(1, 10)]
     for other in others:
         assert not set(prompts(first)) & set(prompts(other))
 
 
 def test_twice_the_rate_is_the_same_series_at_twice_the_speed() -> None:
-    slow, fast = workload().plan(1, 2.0), workload().plan(2, 4.0)
+    slow, fast = list(workload().plan(1, 2.0)), list(workload().plan(2, 4.0))
     assert [one.at_s for one in slow] == pytest.approx([2 * one.at_s for one in fast])
 
 
@@ -98,12 +106,12 @@ def test_every_run_and_its_warm_up_share_the_prefixes_and_nothing_else(seed: int
     for first, second in itertools.combinations(planned, 2):
         num_shared = 8 if first[:8] == second[:8] else 0
         assert num_shared <= num_common(first, second) <= num_shared + BY_CHANCE
-    others = workload(seed + 1, prefix_len=8, num_prefixes=3).plan(1, 5.0)
+    others = list(workload(seed + 1, prefix_len=8, num_prefixes=3).plan(1, 5.0))
     assert not set(heads) & {prompt[:8] for prompt in prompts(others)}
 
 
 def test_prefixes_do_not_keep_step_with_instances_that_are_picked_in_turns() -> None:
-    planned = workload(prefix_len=8, num_prefixes=4, schedule=Schedule(num_requests=400)).plan(1, 5.0)
+    planned = list(workload(prefix_len=8, num_prefixes=4, schedule=Schedule(num_requests=400)).plan(1, 5.0))
     heads = [one.prompt_token_ids[:8] for one in planned]
     assert {heads.count(head) for head in set(heads)} == {100}
     for head in set(heads):
@@ -114,8 +122,8 @@ def test_prefixes_do_not_keep_step_with_instances_that_are_picked_in_turns() -> 
 def test_each_turn_repeats_its_conversation_and_adds_a_prompt(seed: int, turns: int) -> None:
     # 10 requests: 5, 4 or 3 conversations; the last one of these has one turn less where 10 is no multiple
     talks = workload(seed, prefix_len=8, num_prefixes=2, turns=turns)
-    planned, num_talks = talks.plan(1, 5.0), -(-10 // turns)
-    assert planned == workload(seed, prefix_len=8, num_prefixes=2, turns=turns).plan(1, 5.0)
+    planned, num_talks = list(talks.plan(1, 5.0)), -(-10 // turns)
+    assert planned == list(workload(seed, prefix_len=8, num_prefixes=2, turns=turns).plan(1, 5.0))
     assert [len(one.prompt_token_ids) for one in planned] == [
         8 + 20 + number // num_talks * (5 + 20) for number in range(10)
     ]
@@ -128,23 +136,54 @@ def test_each_turn_repeats_its_conversation_and_adds_a_prompt(seed: int, turns: 
     assert f"in conversations of at most {turns} turns" in str(talks)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [
+        (Schedule(duration_s=1.0), 1e300),
+        (Schedule(None, duration_s=3e6), 1.0),
+        (Schedule(1e-300, duration_s=1.0), 1.0),  # all gaps are 0
+        (Schedule(num_requests=MAX_REQUESTS + 1), 1.0),
+        (Schedule(num_requests=10**30), float("inf")),
+    ],
+)
+def test_a_schedule_of_too_many_requests_is_rejected_with_the_limit(schedule: Schedule, rate: float) -> None:
+    with pytest.raises(TooManyRequests, match=r"more than 1000000 requests.* lower --rate, --duration"):
+        schedule.times_s(rate, 1)
+    assert len(Schedule(num_requests=MAX_REQUESTS).times_s(rate, 1)) == MAX_REQUESTS
+
+
+def test_prompts_are_drawn_one_by_one() -> None:
+    huge = workload(prompt=Lengths(50, 50), schedule=Schedule(num_requests=MAX_REQUESTS)).plan(1, 5.0)
+    assert len(next(huge).prompt_token_ids) == 50
+    long = TraceRow(0.0, 1 << 60, 1)
+    assert next(TraceWorkload(VOCABULARY, Schedule(), 1, [ROWS[0], long], TraceUse()).plan(1, None)).max_tokens == 5
+
+
+def test_a_trace_of_too_many_requests_is_rejected_unless_a_part_is_taken() -> None:
+    rows = [ROWS[1]] * (MAX_REQUESTS + 1)
+    with pytest.raises(TooManyRequests, match="--trace-for"):
+        TraceWorkload(VOCABULARY, Schedule(), 1, rows, TraceUse()).plan(1, None)
+    part = TraceWorkload(VOCABULARY, Schedule(num_requests=1), 1, rows, TraceUse()).plan(1, None)
+    assert len(list(part)) == 1
+
+
 def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate() -> None:
-    assert [one.at_s for one in trace(speed=2.0).plan(1, None)] == [0, 0.5, 1.5, 2.0]
-    assert [one.at_s for one in trace(Schedule(None)).plan(1, 2.0)] == [0, 0.5, 1.0, 1.5]
-    planned = trace(Schedule(None, num_requests=3)).plan(1, 2.0)
+    assert [one.at_s for one in list(trace(speed=2.0).plan(1, None))] == [0, 0.5, 1.5, 2.0]
+    assert [one.at_s for one in list(trace(Schedule(None)).plan(1, 2.0))] == [0, 0.5, 1.0, 1.5]
+    planned = list(trace(Schedule(None, num_requests=3)).plan(1, 2.0))
     assert [(one.at_s, len(one.prompt_token_ids), one.max_tokens) for one in planned] == [
         (0.0, 700, 5), (0.5, 30, 6), (1.0, 520, 7)
     ]  # fmt: skip
 
 
 def test_a_trace_is_cut_to_the_requested_number_and_duration() -> None:
-    assert len(trace(Schedule(num_requests=2)).plan(1, None)) == 2
-    assert len(trace(Schedule(duration_s=3.5)).plan(1, None)) == 3
+    assert len(list(trace(Schedule(num_requests=2)).plan(1, None))) == 2
+    assert len(list(trace(Schedule(duration_s=3.5)).plan(1, None))) == 3
     assert len(trace(Schedule(num_requests=2)).warm_up(1, 9)) == 4
 
 
 def test_a_traces_prompts_are_ordinary_shared_by_hash_id_and_new_in_every_run() -> None:
-    first, second = prompts(trace().plan(1, None)), prompts(trace().plan(2, None))
+    first, second = prompts(list(trace().plan(1, None))), prompts(list(trace().plan(2, None)))
     assert first[0][:512] == first[2][:512]
     assert first[0][512:520] != first[2][512:520]
     assert first[0][:512] != second[0][:512]
