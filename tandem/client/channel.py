@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import grpc.aio
 from protos.tandem.v1 import generation_pb2_grpc
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError
+from tandem.client.here import is_here
 from tandem.client.registry import running_address
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ _OPTIONS: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # a router that restarts is found again at once
     ("grpc.max_reconnect_backoff_ms", 500),
 )
-_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns:/*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +158,6 @@ def open_blocking_channel(
 def _without_proxy(target: str, options: Options) -> Options:
     """`options`, for a server on this machine without the proxy of the environment: it cannot reach this machine's."""
     return (*options, ("grpc.enable_http_proxy", 0)) if is_here(target) else options
-
-
-def is_here(target: str) -> bool:
-    """Whether host:port is on this machine; of several, with or without gRPC's scheme, whether all are."""
-    hosts = [one.rpartition(":")[0].strip("[]") for one in _SCHEME.sub("", target).split(",")]
-    return all(host == "localhost" or _is_here(host) for host in hosts)
-
-
-def _is_here(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified
 
 
 def _tls_files(credentials: Credentials) -> TlsFiles | None:

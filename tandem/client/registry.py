@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tandem.client.credentials import PLAINTEXT, Credentials, stack_credentials
 from tandem.client.errors import NotRunning
+from tandem.client.here import reaches
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
@@ -139,8 +140,8 @@ def running_admin_address() -> str:
 
 
 def model_folder_of(address: str) -> Path | None:
-    """The checkpoint's folder of the local stack of this user whose router has `address`."""
-    folders = [stack.model_folder for stack in running_stacks() if stack.address == address]
+    """The checkpoint's folder of the local stack of this user whose router `address` reaches."""
+    folders = [stack.model_folder for stack in running_stacks() if reaches(address, stack.address)]
     return Path(folders[0]) if folders and folders[0] else None
 
 
@@ -148,15 +149,15 @@ def metrics_address_of(admin_address: str) -> str | None:
     """Where the local stack of this user at `admin_address` serves its router's metrics, all of them, to clients
     without TLS and tokens."""
     for stack in running_stacks():
-        if stack.admin_address == admin_address and stack_credentials(Path(stack.folder)) == PLAINTEXT:
+        if reaches(admin_address, stack.admin_address) and stack_credentials(Path(stack.folder)) == PLAINTEXT:
             return (stack.http_address or None) if stack.router_workers == 1 else None
     return None
 
 
 def credentials_for(address: str) -> Credentials:
-    """Those of the local stack of this user that has `address`; without one, plaintext."""
+    """Those of the local stack of this user that `address` reaches; without one, plaintext."""
     for stack in running_stacks():
-        if address in (stack.address, stack.admin_address, *stack.instances.values()):
+        if any(reaches(address, one) for one in (stack.address, stack.admin_address, *stack.instances.values())):
             return stack_credentials(Path(stack.folder))
     return PLAINTEXT
 

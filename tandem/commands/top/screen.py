@@ -25,8 +25,9 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Header, Label, RichLog, Sparkline, Static
 
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
-from tandem.client.channel import ADMIN_OPTIONS, is_here, open_async_channel
+from tandem.client.channel import ADMIN_OPTIONS, open_async_channel
 from tandem.client.errors import explain
+from tandem.client.here import is_here
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_problem, pool_name
 from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
 from tandem.commands.top.rates import TPOT, TTFT, Latencies, TokenRates

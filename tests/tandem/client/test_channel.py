@@ -20,8 +20,9 @@ from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, TandemError
 from tandem.bench.serve import grpc_endpoint
 from tandem.client import channel
-from tandem.client.channel import ROUTER_SERVICE, is_here, router_target
+from tandem.client.channel import ROUTER_SERVICE, router_target
 from tandem.client.errors import ConnectionLost
+from tandem.client.here import is_here
 
 
 class Router(generation_pb2_grpc.GenerationServiceServicer):

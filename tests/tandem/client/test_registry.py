@@ -15,7 +15,7 @@ import pytest
 
 from tandem import Client
 from tandem.client import registry
-from tandem.client.credentials import API_KEY_FILE, PLAINTEXT
+from tandem.client.credentials import API_KEY_FILE, PLAINTEXT, Credentials
 from tandem.client.errors import NotRunning
 from tandem.client.registry import RunningStack, StackFolder
 
@@ -60,6 +60,46 @@ def test_metrics_are_those_of_the_stack_with_that_admin_address_unless_they_need
     assert registry.metrics_address_of("elsewhere:1") is None
     (folder.path / API_KEY_FILE).touch()
     assert registry.metrics_address_of("admin:1") is None
+    folder.remove()
+
+
+@pytest.mark.parametrize(
+    ("announced", "given", "is_the_same"),
+    [
+        ("0.0.0.0:5", "127.0.0.1:5", True),
+        ("0.0.0.0:5", "LocalHost:5", True),
+        ("0.0.0.0:5", "[::1]:5", True),
+        ("0.0.0.0:5", "127.0.0.2:5", True),
+        ("0.0.0.0:5", "dns:///localhost:5", True),
+        ("0.0.0.0:5", "ipv4:127.0.0.1:5", True),
+        ("0.0.0.0:5", "localhost:6", False),
+        ("0.0.0.0:5", "10.0.0.7:5", False),
+        ("0.0.0.0:5", "localhost.example.org:5", False),
+        ("0.0.0.0:5", "127.0.0.1:5,10.0.0.7:5", False),
+        ("0.0.0.0:5", "127.0.0.1:5,10.0.0.7:5,0.0.0.0:5", False),
+        ("127.0.0.1:5", "localhost:5", True),
+        ("127.0.0.1:5", "0.0.0.0:5", True),
+        ("127.0.0.1:5", "127.0.0.2:5", False),  # another process may listen there
+        ("127.0.0.1:5", "[::1]:5", False),
+        ("localhost:5", "127.0.0.1:5", True),
+        ("10.0.0.7:5", "10.0.0.7:5", True),
+        ("10.0.0.7:5", "127.0.0.1:5", False),
+    ],
+)
+def test_a_stack_is_found_by_each_address_that_reaches_it_and_its_key_goes_nowhere_else(
+    announced: str, given: str, is_the_same: bool
+) -> None:
+    folder = StackFolder()
+    (folder.path / API_KEY_FILE).touch()
+    place = str(folder.path)
+    registry.announce(RunningStack(announced, place, os.getpid(), "demo", {}, 1.0, announced, "/checkpoint"))
+    key = Credentials(token_file=folder.path / API_KEY_FILE)
+    assert registry.credentials_for(given) == (key if is_the_same else PLAINTEXT)
+    assert registry.model_folder_of(given) == (Path("/checkpoint") if is_the_same else None)
+    (folder.path / API_KEY_FILE).unlink()
+    assert registry.metrics_address_of(given) is None
+    registry.announce(RunningStack(announced, place, os.getpid(), "demo", {}, 1.0, announced, http_address="http:1"))
+    assert registry.metrics_address_of(given) == ("http:1" if is_the_same else None)
     folder.remove()
 
 
