@@ -36,6 +36,7 @@ from pydantic.fields import FieldInfo
 _PREFIX = "TANDEM_"
 _ENVIRONMENT = "environment"
 _FLAGS = "flags"
+_ABSENT = object()
 
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]/]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
@@ -126,7 +127,7 @@ def load(tree: type[S], *, config: Path | None = None, flags: Mapping[Keys, obje
     """The settings from all four sources. Raises SettingsError, one problem a line."""
     layers: dict[str, Tree] = {}
     if config is not None:
-        layers[str(config)] = _read_yaml(config)
+        layers[str(config)] = _without_empty(tree, _read_yaml(config))
     layers[_ENVIRONMENT] = _read_environment(tree)
     layers[_FLAGS] = {}
     for path, value in (flags or {}).items():
@@ -200,6 +201,16 @@ def _read_yaml(path: Path) -> Tree:
     return content
 
 
+def _without_empty(tree: type[BaseModel], layer: Tree) -> Tree:
+    """`layer` without sections that are empty, as where all their lines are comments."""
+    sections = {name: section for name, field in tree.model_fields.items() if (section := _section(field))}
+    return {
+        name: _without_empty(sections[name], value) if name in sections and isinstance(value, dict) else value
+        for name, value in layer.items()
+        if value is not None or name not in sections
+    }
+
+
 def _read_environment(tree: type[Settings]) -> Tree:
     for name in os.environ:
         section, delimiter, _ = name.removeprefix(_PREFIX).lower().partition("__")
@@ -208,8 +219,11 @@ def _read_environment(tree: type[Settings]) -> Tree:
         if similar := difflib.get_close_matches(section, tree.model_fields, n=1, cutoff=0.75):
             right = f"{_PREFIX}{similar[0].upper()}__"
             raise SettingsError(f"{_ENVIRONMENT}: unknown section in {name}; did you mean {right}...?")
+    source = pydantic_settings.EnvSettingsSource(tree)
+    # It would read a whole section from a variable without a double underscore.
+    source.env_vars = {name: value for name, value in source.env_vars.items() if "__" in name}
     try:
-        return pydantic_settings.EnvSettingsSource(tree)()
+        return source()
     except pydantic_settings.SettingsError as error:
         raise SettingsError(f"{_ENVIRONMENT}: {error}: lists and maps are written as JSON") from None
 
@@ -244,8 +258,8 @@ def _explained(item: Any, layers: Mapping[str, Tree], tree: type[Settings]) -> s
     for name, layer in layers.items():
         value: Any = layer
         for part in path:
-            value = value.get(part) if isinstance(value, dict) else None
-        origin = name if value is not None else origin
+            value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
+        origin = origin if value is _ABSENT else name
     where = environment_name(path) if origin == _ENVIRONMENT else origin
     return f"{'.'.join(path)} = {ascii(item['input'])[:64]} (from {where}): {item['msg']}"
 

@@ -85,6 +85,8 @@ def test_variables_of_kubernetes_and_of_other_programs_are_left_alone(monkeypatc
     monkeypatch.setenv("TANDEM_PORT", "tcp://10.0.0.7:80")
     monkeypatch.setenv("TANDEM_SERVER_PORT", "tcp://10.0.0.8:80")
     monkeypatch.setenv("TANDEM_AUTOSCALER__INTERVAL_S", "3")
+    monkeypatch.setenv("TANDEM_SERVER", "demo")  # compose.yaml has some like it: TANDEM_MODEL
+    monkeypatch.setenv("TANDEM_POOL", '{"size": 7}')
     assert load(Example) == Example()
 
 
@@ -99,7 +101,20 @@ def test_an_invalid_value_is_reported_with_its_setting_and_origin(
     assert "server.port = 'many' (from TANDEM_SERVER__PORT): Input should be a valid integer" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["- a\n", "a: [\n", "pool: 3\n"])
+def test_a_section_whose_lines_are_comments_is_empty(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("server:\n#  port: 1\npool:\n")
+    monkeypatch.setenv("TANDEM_POOL__SIZE", "5")
+    assert load(Example, config=config) == Example(pool=Pool(size=5))
+
+
+def test_an_empty_value_is_reported_with_its_file(config: Path) -> None:
+    config.write_text("server:\n  port:\npool:\n  folder:\n")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config)
+    assert str(caught.value) == f"server.port = None (from {config}): Input should be a valid integer"
+
+
+@pytest.mark.parametrize("content", ["- a\n", "a: [\n", "pool: 3\n", "pool: []\n", "poool:\n"])
 def test_a_file_without_sections_is_reported_with_its_name(config: Path, content: str) -> None:
     config.write_text(content)
     with pytest.raises(SettingsError, match=r"tandem\.yaml"):
