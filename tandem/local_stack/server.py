@@ -18,6 +18,7 @@ from protos.tandem.v1 import instance_pb2, stack_pb2, stack_pb2_grpc
 from serving.server import ServerSettings, server_options
 from tandem.local_stack.desired_state import ROLES, DesiredState, InvalidSize, Role, Snapshot
 from tandem.local_stack.settings import MAX_ROUTER_WORKERS
+from tandem.local_stack.supervisor import StackFailed
 
 _MAX_WATCHES = 2 * MAX_ROUTER_WORKERS + 24
 """Each worker of the router watches both pools; the rest is for those who ask for the sizes."""
@@ -57,7 +58,8 @@ class LeaderLease:
 
 
 class StackServer:
-    """Serves from its creation until `stop`. `address` is unix:PATH."""
+    """Serves from its creation until `stop`. `address` is unix:PATH, percent-encoded. Raises StackFailed if it cannot
+    listen there."""
 
     def __init__(self, address: str, desired: DesiredState, resize: Resize) -> None:
         self._desired = desired
@@ -69,7 +71,11 @@ class StackServer:
         self._server = grpc.server(self._threads, options=server_options(ServerSettings()))
         # The generated code is typed for asyncio alone.
         stack_pb2_grpc.add_StackServiceServicer_to_server(self, self._server)  # type: ignore[arg-type]
-        self._server.add_insecure_port(address)
+        try:
+            self._server.add_insecure_port(address)
+        except RuntimeError:
+            hint = "set TMPDIR to a folder that can be written, with a short path"
+            raise StackFailed(f"the stack's server cannot listen at {address}; {hint}") from None
         self._server.start()
 
     def stop(self) -> None:

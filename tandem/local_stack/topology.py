@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import quote
 
 from engine.machine import available_bytes, usable_cores, visible_gpus
 from serving.lifecycle import ParentBond
@@ -137,7 +138,7 @@ class Topology:
     def __init__(self, settings: StackSettings, folder: Path) -> None:
         self._settings = settings
         self._folder = folder
-        self.stack_address = f"unix:{folder / 'stack.sock'}"
+        self.stack_address = f"unix:{quote(str(folder / 'stack.sock'))}"  # gRPC decodes it
         """Of the StackServer, for the routers."""
         self.kv_cache_bytes = _kv_cache_bytes(settings)
         """Of each instance; None if the settings give a number of blocks."""

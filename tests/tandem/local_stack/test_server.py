@@ -13,8 +13,12 @@ import pytest
 
 from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
 from router.autoscaler.resizer import ActuatorError, StackLink
+from tandem.demo import MODEL_DIR
 from tandem.local_stack.desired_state import DesiredState
 from tandem.local_stack.server import LeaderLease, StackServer
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.supervisor import StackFailed
+from tandem.local_stack.topology import Topology
 from tests.grpc_calls import blocking_stub
 from tests.tandem.local_stack.test_desired_state import make_state, names
 
@@ -129,6 +133,24 @@ async def test_a_router_that_starts_before_its_owner_finds_it(
             assert await update == addresses(owned)
         finally:
             await asyncio.to_thread(server.stop)
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a b", "a#b?c", "ä"])
+async def test_the_socket_may_lie_in_a_folder_of_any_name(short_folder: Path, owned: DesiredState, name: str) -> None:
+    (short_folder / name).mkdir()
+    address = Topology(StackSettings(model=MODEL_DIR, model_name="demo"), short_folder / name).stack_address
+    server = StackServer(address, owned, owned.resize)
+    assert (short_folder / name / "stack.sock").is_socket()
+    link = StackLink(address)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert (await link.sizes())["decode"] == 2
+    await link.close()
+    server.stop()
+
+
+def test_a_socket_that_cannot_be_bound_fails_the_stack(owned: DesiredState) -> None:
+    with pytest.raises(StackFailed, match=r"cannot listen at unix:/nowhere/stack\.sock.*set TMPDIR"):
+        StackServer("unix:/nowhere/stack.sock", owned, owned.resize)
 
 
 async def test_sizes_are_read_and_changed(server: StackServer, owned: DesiredState, link: StackLink) -> None:
