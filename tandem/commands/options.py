@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -40,13 +41,21 @@ def _allowed(kind: click.IntRange | click.FloatRange) -> str:
     return f"{noun}, {kind.min:g} to {kind.max:g}"
 
 
+def _is_one(value: object, *kinds: type) -> bool:
+    """Whether `value` has one of the types; `true` is no integer here."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
 class IntRange(click.IntRange):
-    """click's; its error has the value and what is allowed."""
+    """click's; its error has the value and what is allowed. Of a YAML file only integers and texts: click's would make
+    1 of `true` and 2 of 2.7."""
 
     name = "integer"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
+            if not _is_one(value, int, str):
+                raise click.BadParameter("neither an integer nor a text")
             return super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{str(value)!r}; allowed: {_allowed(self)}", param, ctx)
@@ -59,8 +68,10 @@ class FloatRange(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
+            if not _is_one(value, int, float, str):
+                raise click.BadParameter("neither a number nor a text")
             number = super().convert(value, param, ctx)
-        except click.BadParameter:
+        except (click.BadParameter, OverflowError):
             self.fail(f"{str(value)!r}; allowed: {_allowed(self)}", param, ctx)
         if not math.isfinite(number):
             self.fail(f"{str(value)!r} is not finite; allowed: {_allowed(self)}", param, ctx)
@@ -82,8 +93,11 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if not os.path.exists(path) and not os.access(path.parent, os.W_OK):
-            self.fail(f"{str(path)!r}: there is no folder {path.parent} that can be written", param, ctx)
+        if problem := _path_problem(path):
+            self.fail(f"{str(path)!r}: {problem}", param, ctx)
+        made = Path(os.path.realpath(path)) if os.path.islink(path) else path
+        if not os.path.exists(path) and not (os.path.isdir(made.parent) and os.access(made.parent, os.W_OK)):
+            self.fail(f"{str(path)!r}: there is no folder {made.parent} that can be written", param, ctx)
         return path
 
 
@@ -95,10 +109,21 @@ class OutputFolder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        there = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
+        if problem := _path_problem(path):
+            self.fail(f"{str(path)!r}: {problem}", param, ctx)
+        there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
         if not os.path.isdir(there) or not os.access(there, os.W_OK):
             self.fail(f"{str(path)!r}: {there} is no folder that can be written", param, ctx)
         return path
+
+
+def _path_problem(path: Path) -> str | None:
+    """Why nothing can have this path: a name is too long, or links form a loop."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.strerror if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
+    return None
 
 
 def end_signals() -> list[signal.Signals]:

@@ -7,12 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from tandem.cli import main
+from tandem.commands.options import OutputFile
 
 
 def run(*args: str) -> tuple[int, str]:
@@ -45,6 +47,10 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("bench", "serve", "--seed", "-1"), "'--seed': '-1'; allowed: an integer, at least 0\n"),
         (("bench", "serve", "--json", "/nowhere/j"), "'/nowhere/j': there is no folder /nowhere that can be written"),
         (("bench", "serve", "--plots", "/dev/null/p"), "'/dev/null/p': /dev/null is no folder that can be written"),
+        (("bench", "serve", "--json", f"{__file__}/j"), f"there is no folder {__file__} that can be written"),
+        (("bench", "serve", "--json", "/dev/null/a/j"), "there is no folder /dev/null/a that can be written"),
+        (("bench", "serve", "--json", "j" * 256), "File name too long"),
+        (("bench", "serve", "--plots", "p" * 256), "File name too long"),
         (("bench", "latency", "--json", "/nowhere/j"), "there is no folder /nowhere that can be written"),
         (("bench", "transfer", "--json", "/nowhere/j"), "there is no folder /nowhere that can be written"),
         (("up", "--model", "./nowhere"), "Qwen/Qwen3-0.6B"),
@@ -86,6 +92,26 @@ def test_a_file_in_a_folder_that_may_not_be_entered_is_one_that_cannot_be_writte
     monkeypatch.setattr(os, "stat", denied)  # root may enter each folder
     status, output = run("bench", "serve", "--json", "/nowhere/j")
     assert (status, "there is no folder /nowhere that can be written" in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [("absent/j", "there is no folder {}/absent that can be written"), ("link", "Too many levels of symbolic links")],
+)
+def test_a_link_to_where_no_file_can_be_made_is_found_before_the_work(
+    target: str, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(target)
+    status, output = run("bench", "serve", "--json", str(tmp_path / "link"))
+    assert (status, problem.format(tmp_path) in output) == (2, True), output
+    status, output = run("bench", "serve", "--plots", str(tmp_path / "link"))
+    assert (status, "link is no folder that can be written" in output or problem in output) == (2, True), output
+
+
+def test_a_link_whose_file_can_be_made_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("j")
+    assert OutputFile().convert(str(tmp_path / "link"), None, None) == tmp_path / "link"
+    assert OutputFile().convert("j", None, None) == Path("j")
 
 
 def test_a_taken_port_is_named_before_anything_starts() -> None:
