@@ -45,7 +45,8 @@ class _LazyGroup(Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tandem-llm", prog_name="tandem")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Serve language models with prefill and decode on separate pools.
 
     \b
@@ -61,6 +62,8 @@ def main() -> None:
       tandem up --prefill 2 --decode 2       larger pools
       tandem pools                           the instances and their load
     """
+    if os.environ.get("NO_COLOR"):  # https://no-color.org
+        context.color = False
 
 
 if __name__ == "__main__":

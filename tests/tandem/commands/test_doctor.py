@@ -250,3 +250,11 @@ def test_a_check_that_raises_is_a_failed_line_of_the_report(
     assert "fail broken" in result.output.replace("  ", " ")
     assert "libfoo.so is not there" in result.output
     assert "running stack" in result.output, "the checks after it were made"
+
+
+@pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])
+def test_no_color_is_respected_on_a_terminal(no_color: str, is_coloured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_running_stacks", lambda: iter(()))
+    result = CliRunner().invoke(main, ["doctor", "--quick"], env={"NO_COLOR": no_color}, color=True)
+    assert "python" in result.output
+    assert ("\x1b[" in result.output) == is_coloured
