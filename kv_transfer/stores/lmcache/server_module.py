@@ -4,6 +4,7 @@
 
     put       reserve in L1 ─▶ copy ─▶ finish: visible, L2 follows later        another value there: deleted first
     get       prefetch (L2 to L1) ─▶ copy out ─▶ read lock released             too late: released when it ends
+                └ not there ─▶ L2 to memory of this request ─▶ copy out         no memory: tried again until it is late
     contains  in L1, or in an L2 adapter                                        nothing is loaded; too late: as above
     delete    L1, once it is not locked ─▶ every L2 adapter                     so no delayed write comes after it
 
@@ -14,6 +15,7 @@ supported. How to run it: docs/connectors/lmcache.md.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext
 
 _PAUSE_S = 0.002
-_UNREADABLE_S = 0.2
+_MEMORY_PAUSE_S = 0.05
+"""LMCache evicts once a second, and logs each reservation that fails."""
 _MAX_LATE = 32
 _MAX_WAIT_S = 30.0
 _ANSWER_SHARE = 0.8
@@ -72,8 +75,8 @@ class PageModule:
         self._manager = server_context.storage_manager
         self._lock = threading.Lock()
         self._late: list[Callable[[], bool]] = []
-        """Of prefetches and lookups that ended after the answer, or will: each may hold a lock. Returns whether it has
-        ended, and then has released it."""
+        """Of prefetches, lookups and loads that ended after the answer, or will: each may hold a lock. Returns whether
+        it has ended, and then has released it."""
 
     def report_status(self) -> dict[str, Any]:
         return {"tandem_kv": {"num_late": len(self._late)}}
@@ -105,19 +108,20 @@ class PageModule:
     def get(self, head: Head, page: memoryview) -> Answer:
         del page
         deadline, key = _deadline(head), _key(head)
-        give_up = min(deadline, time.monotonic() + _UNREADABLE_S)
         while True:
             found = self._fetch(key, head.num_bytes, deadline, skip_l2=False)
+            if found is False:  # or another reader's fetch has ended first: then it is in L1
+                found = self._fetch(key, head.num_bytes, deadline, skip_l2=True)
             if found:
                 return self._read(key, head.num_bytes, with_page=True)
             if found is None:
                 return _status(Status.LATE)
-            if not (is_in_l2 := self._is_in_l2(key, head.num_bytes, deadline)):
-                return _status(Status.LATE if is_in_l2 is None else Status.MISSING)
-            # On its way to L1 for another reader; or a file cut short, which LMCache never removes.
-            if time.monotonic() > give_up:
-                return _status(Status.BAD_VALUE)
-            time.sleep(_PAUSE_S)
+            answer = self._read_from_l2(key, head.num_bytes, deadline)
+            if answer is not None:
+                return answer
+            if time.monotonic() > deadline:
+                return _status(Status.LATE)
+            time.sleep(_MEMORY_PAUSE_S)
 
     @_handler(CONTAINS)
     def contains(self, head: Head, page: memoryview) -> Answer:
@@ -182,18 +186,63 @@ class PageModule:
     def _is_in_l2(self, key: ObjectKey, num_bytes: int, deadline: float) -> bool | None:
         """None: not known in time."""
         for _, adapter in self._manager.l2_adapters():
-            if len(self._late) >= _MAX_LATE:
-                return None
-            task_id = adapter.submit_lookup_and_lock_task([key], {0: _layout(num_bytes)})
-            while (found := adapter.query_lookup_and_lock_result(task_id)) is None:
-                if time.monotonic() > deadline:
-                    self._add_late(partial(self._release_lookup, adapter, task_id, key))
-                    return None
-                time.sleep(_PAUSE_S / 4)
-            if found.test(0):
+            found = self._lock_in_l2(adapter, key, num_bytes, deadline)
+            if found:
                 adapter.submit_unlock([key])
-                return True
+            if found is not False:
+                return found
         return False
+
+    def _lock_in_l2(self, adapter: Any, key: ObjectKey, num_bytes: int, deadline: float) -> bool | None:
+        """Whether the adapter has it, and then has locked it; None: not known in time."""
+        if len(self._late) >= _MAX_LATE:
+            return None
+        task_id = adapter.submit_lookup_and_lock_task([key], {0: _layout(num_bytes)})
+        found = _wait(partial(adapter.query_lookup_and_lock_result, task_id), deadline)
+        if found is None:
+            self._add_late(partial(self._release_lookup, adapter, task_id, key))
+            return None
+        return bool(found.test(0))
+
+    def _read_from_l2(self, key: ObjectKey, num_bytes: int, deadline: float) -> Answer | None:
+        """What the adapters themselves say of a page that no fetch brings to L1: a fetch also fails where L1 has no
+        memory, or where another one was first. BAD_VALUE: no adapter that has it can read it, as where a file is cut
+        short, which LMCache never removes. None: not known, for L1 has no memory now."""
+        answer: Answer = _status(Status.MISSING)
+        for _, adapter in self._manager.l2_adapters():
+            found = self._lock_in_l2(adapter, key, num_bytes, deadline)
+            if found is None:
+                return _status(Status.LATE)
+            if not found:
+                continue
+            loaded = self._load(adapter, key, num_bytes, deadline)
+            if loaded is None or loaded[0] != Status.BAD_VALUE:
+                return loaded
+            answer = loaded
+        return answer
+
+    def _load(self, adapter: Any, key: ObjectKey, num_bytes: int, deadline: float) -> Answer | None:
+        """Read a page that is locked in this L2, and unlock it. Its memory has a key of its own, so that nothing else
+        uses it and it never becomes a page. None: there is no memory."""
+        own = ObjectKey(secrets.token_bytes(len(key.chunk_hash)), key.model_name, 0)
+        reserved = self._manager.reserve_write([own], _layout(num_bytes))
+        if own not in reserved:
+            adapter.submit_unlock([key])
+            return None
+        task_id = adapter.submit_load_task([key], [reserved[own]])
+        loaded = _wait(partial(adapter.query_load_result, task_id), deadline)
+        if loaded is None:
+            self._add_late(partial(self._release_load, adapter, task_id, key, own))
+            return _status(Status.LATE)
+        answer = bytearray(_status(Status.OK if loaded.test(0) else Status.BAD_VALUE))
+        if loaded.test(0):
+            answer += memoryview(reserved[own].byte_array).cast("B")
+        self._free(adapter, key, own)
+        return answer
+
+    def _free(self, adapter: Any, key: ObjectKey, own: ObjectKey) -> None:
+        adapter.submit_unlock([key])
+        self._manager.delete_l1_keys([own], force=True)  # a reservation; LMCache logs that it is discarded
 
     def _add_late(self, release: Callable[[], bool]) -> None:
         with self._lock:
@@ -218,6 +267,19 @@ class PageModule:
         if found is not None and found.test(0):
             adapter.submit_unlock([key])
         return found is not None
+
+    def _release_load(self, adapter: Any, task_id: Any, key: ObjectKey, own: ObjectKey) -> bool:
+        if adapter.query_load_result(task_id) is None:
+            return False
+        self._free(adapter, key, own)
+        return True
+
+
+def _wait(query: Callable[[], Any], deadline: float) -> Any:
+    """What an adapter's query returns once its task has ended; None: not in time."""
+    while (result := query()) is None and time.monotonic() <= deadline:
+        time.sleep(_PAUSE_S / 4)
+    return result
 
 
 def _status(status: Status) -> bytes:

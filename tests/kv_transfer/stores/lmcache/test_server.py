@@ -19,6 +19,7 @@ from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import BadValue, StoreError
 from kv_transfer.stores.lmcache.server import (
     GET,
+    MAX_VALUE_BYTES,
     PROTOCOL_VERSION,
     PUT,
     Head,
@@ -85,7 +86,13 @@ def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, fol
     assert read(store, key_of(1)) == (HEADER, PAGE)
     with pytest.raises(BadValue, match="size"):
         read(store, key_of(2))
-    for key in (key_of(1), key_of(2), tail):
+    # STEP a page that its memory has no room for now is kept
+    store.put(key_of(4), (HEADER, PAGE))
+    hasty = LMCacheServer(server.url, min_bytes_per_s=1e9)
+    with contextlib.closing(hasty), pytest.raises(StoreError, match=r"late|timeout"):
+        read(hasty, tail, MAX_VALUE_BYTES - len(HEADER))
+    assert read(store, tail) == (HEADER, PAGE)
+    for key in (key_of(1), key_of(2), key_of(4), tail):
         store.delete(key)
         assert not store.contains(key, NUM_BYTES)
     assert pages_in(folder / "l2") == []
