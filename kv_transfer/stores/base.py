@@ -35,6 +35,10 @@ class BadValue(StoreError):
     """The store works, but the key has no value of the right length."""
 
 
+class UnreadableValue(BadValue):
+    """The store has the value, and its medium cannot read it."""
+
+
 class BlockStore(Protocol):
     """See the module. Raises StoreError or OSError, and what `check` raises."""
 

@@ -37,7 +37,7 @@ from typing import Any
 from engine.errors import EngineError
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
-from kv_transfer.stores.base import BadValue, StoreError, rest_of
+from kv_transfer.stores.base import BadValue, StoreError, UnreadableValue, rest_of
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.transfer.connector import parse_options, start_thread
 
@@ -108,17 +108,15 @@ class SharedStorage:
                     raise BadValue("not_a_file") from error
                 raise
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadValue("not_a_file")
-            if status.st_size != sum(len(buffer) for buffer in buffers):
-                raise BadValue("size")
-            head, *rest = buffers
-            _read_all(descriptor, [head], 0)
-            check()
-            _read_all(descriptor, rest, len(head))
+            _read_page(descriptor, buffers, check)
             with contextlib.suppress(OSError):  # a read-only volume can be read
                 os.utime(descriptor)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return False
+            if error.errno == errno.EIO:  # a bad sector: lookups would find the page for ever if it were kept
+                raise UnreadableValue("unreadable") from error
+            raise
         finally:
             os.close(descriptor)
         return True
@@ -226,6 +224,18 @@ def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
         if num_written == 0:
             raise StoreError("short_write")
         views = rest_of(views, num_written)
+
+
+def _read_page(descriptor: int, buffers: Sequence[Buffer], check: Callable[[], None]) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise BadValue("not_a_file")
+    if status.st_size != sum(len(buffer) for buffer in buffers):
+        raise BadValue("size")
+    head, *rest = buffers
+    _read_all(descriptor, [head], 0)
+    check()
+    _read_all(descriptor, rest, len(head))
 
 
 def _read_all(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:

@@ -28,7 +28,7 @@ from engine.failpoints import FailpointError
 from kv_transfer.page.format import HEADER_BYTES, Buffer, PageError, check_header, check_payload, seal
 from kv_transfer.page.memory import PageMemory, write_page
 from kv_transfer.page.naming import PageKey, PageName, PageNaming
-from kv_transfer.stores.base import BadValue, BlockStore, StoreError
+from kv_transfer.stores.base import BadValue, BlockStore, StoreError, UnreadableValue
 from kv_transfer.transfer.connector import DAMAGED, SKIPPED, IOThreads, OpResult, self_test_error
 from kv_transfer.transfer.loader import LoadOp
 from kv_transfer.transfer.producer import SaveOp
@@ -249,7 +249,7 @@ def _outcome(io: PageIO, name: PageName) -> bytearray | Exception | None:
 
 def _explain(connector_name: str, error: Exception) -> str:
     """An unavailable store is no reason not to start; any other error is. Raises EngineError."""
-    if isinstance(error, PageError | BadValue):
+    if isinstance(error, PageError | BadValue) and not isinstance(error, UnreadableValue):
         raise self_test_error(connector_name, f"a block came back wrong ({error.reason})") from error
     if isinstance(error, StoreError):
         return _unavailable(connector_name, f"cannot be used now ({error.reason})", is_logged=error.is_logged)

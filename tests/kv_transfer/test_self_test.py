@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -211,6 +212,17 @@ def test_an_instance_starts_over_a_read_only_folder(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(SharedStorage, "put", read_only)
     assert "Read-only file system" in (self_test(connector) or "")
+    connector.shutdown()
+
+
+def test_an_instance_starts_over_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
+
+    def unreadable(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", unreadable)
+    assert "cannot be used now (unreadable)" in (self_test(connector) or "")
     connector.shutdown()
 
 

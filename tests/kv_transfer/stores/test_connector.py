@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,32 @@ def fifo(path: Path, others: list[Path]) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, remove, swap, link, fifo])
+def bad_sector(path: Path, others: list[Path]) -> None:
+    """Its inode's number is not given to another file while it is open."""
+    BAD_FILES.append(os.open(path, os.O_RDONLY))
+
+
+BAD_FILES: list[int] = []
+
+
+@pytest.fixture
+def sectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Reads of BAD_FILES fail."""
+    preadv = os.preadv
+
+    def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if any(os.path.sameopenfile(descriptor, bad) for bad in BAD_FILES):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    yield
+    while BAD_FILES:
+        os.close(BAD_FILES.pop())
+
+
+@pytest.mark.usefixtures("sectors")
+@pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, remove, swap, link, fifo, bad_sector])
 @pytest.mark.parametrize("index", [0, 2, NUM_FULL])
 def test_damage_costs_a_recompute_and_never_a_wrong_block(
     folder: SharedStorage, tmp_path: Path, damage: Callable[[Path, list[Path]], None], index: int

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -179,6 +180,28 @@ def test_full_file_system_leaves_no_part_of_a_file_behind(tmp_path: Path) -> Non
         store.close()
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("is_header_read", [False, True])
+def test_a_file_that_cannot_be_read_is_damaged_and_a_stale_one_is_missing(
+    store: SharedStorage, monkeypatch: pytest.MonkeyPatch, is_header_read: bool
+) -> None:
+    store.put(key_of(1), (HEADER, PAGE))
+    preadv, number_of_error = os.preadv, errno.EIO
+
+    def failing(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        if is_header_read and offset == 0:
+            return preadv(descriptor, views, offset)
+        raise OSError(number_of_error, os.strerror(number_of_error))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(BadValue, match="unreadable"):
+        read(store, key_of(1))
+    number_of_error = errno.ESTALE
+    assert read(store, key_of(1)) is None
+    number_of_error = errno.ETIMEDOUT
+    with pytest.raises(TimeoutError):
+        read(store, key_of(1))
 
 
 def test_too_few_descriptors_is_an_error_and_leaks_none(store: SharedStorage) -> None:
