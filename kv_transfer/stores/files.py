@@ -74,7 +74,7 @@ class SharedStorage:
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         folders, name = self._place(key)
         num_bytes = sum(len(buffer) for buffer in buffers)
-        with self._folder(folders, create=True) as folder:
+        with _opened(self.path, folders, create=True) as folder:
             assert folder is not None
             temporary = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
             descriptor = os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=folder)
@@ -96,7 +96,7 @@ class SharedStorage:
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
         folders, name = self._place(key)
-        with self._folder(folders) as folder:
+        with _opened(self.path, folders) as folder:
             if folder is None:
                 return False
             try:
@@ -123,7 +123,7 @@ class SharedStorage:
 
     def contains(self, key: PageKey, num_bytes: int) -> bool:
         folders, name = self._place(key)
-        with self._folder(folders) as folder:
+        with _opened(self.path, folders) as folder:
             if folder is None:
                 return False
             try:
@@ -140,7 +140,7 @@ class SharedStorage:
 
     def delete(self, key: PageKey) -> None:
         folders, name = self._place(key)
-        with self._folder(folders) as folder:
+        with _opened(self.path, folders) as folder:
             if folder is None:
                 return
             try:
@@ -150,7 +150,7 @@ class SharedStorage:
             except IsADirectoryError:
                 _move_aside(name, folder)
         if key.scope:
-            with self._folder(folders[:-1]) as folder, contextlib.suppress(OSError):
+            with _opened(self.path, folders[:-1]) as folder, contextlib.suppress(OSError):
                 if folder is not None:
                     os.rmdir(folders[-1], dir_fd=folder)
 
@@ -162,22 +162,24 @@ class SharedStorage:
         *folders, name = key.parts
         return folders, name
 
-    @contextlib.contextmanager
-    def _folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int | None]:
-        """A descriptor of the folder; None: there is none. Opened one part at a time, so that no link is followed."""
-        descriptor: int | None = None
-        try:
-            descriptor = _open_root(self.path, create=create)
-            for part in parts:
-                if descriptor is None:
-                    break
-                inner = _open_folder(part, descriptor, create=create)
-                os.close(descriptor)
-                descriptor = inner
-            yield descriptor
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+
+@contextlib.contextmanager
+def _opened(path: Path, parts: Sequence[str], *, create: bool = False) -> Iterator[int | None]:
+    """A descriptor of the folder below `path`; None: there is none. Opened one part at a time, so that no link is
+    followed."""
+    descriptor: int | None = None
+    try:
+        descriptor = _open_root(path, create=create)
+        for part in parts:
+            if descriptor is None:
+                break
+            inner = _open_folder(part, descriptor, create=create)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _open_root(path: Path, *, create: bool) -> int | None:
@@ -252,7 +254,9 @@ def _read_all(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
 class _File:
     used_ns: int
     num_bytes: int
-    path: str
+    folders: tuple[str, ...]
+    """Below the store's path."""
+    name: str
     is_temp: bool
     is_tail: bool
 
@@ -336,33 +340,42 @@ class Sweeper:
     def _files(self) -> Iterator[_File]:
         """Regular files below v1, as deep as pages lie; no link is followed."""
         root = self._path / "v1"
-        for folder, folders, names, descriptor in os.fwalk(root, follow_symlinks=False):
-            if len(Path(folder).relative_to(root).parts) >= _DEPTH:
-                folders.clear()
-            is_tail = Path(folder).parent.name == "transfers"
+        for folder, subfolders, names, descriptor in os.fwalk(root, follow_symlinks=False):
+            folders = Path(folder).relative_to(self._path).parts
+            if len(folders) > _DEPTH:
+                subfolders.clear()
+            is_tail = folders[-2:-1] == ("transfers",)
             for name in names:
                 try:
                     status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                 except OSError:
                     continue
                 if stat.S_ISREG(status.st_mode):
-                    path, is_temp = os.path.join(folder, name), name.startswith(TEMP_PREFIX)
-                    yield _File(status.st_mtime_ns, status.st_size, path, is_temp, is_tail)
+                    is_temp = name.startswith(TEMP_PREFIX)
+                    yield _File(status.st_mtime_ns, status.st_size, folders, name, is_temp, is_tail)
 
     def _remove(self, file: _File) -> bool:
-        """Whether it is gone now. False: it was used since the scan, or cannot be removed."""
+        """Whether it is gone now. False: it was used since the scan, or cannot be removed. Its folders are opened
+        again: another writer may have put a link in the place of one."""
         try:
-            if os.lstat(file.path).st_mtime_ns != file.used_ns:
-                return False
-            os.unlink(file.path)
+            with _opened(self._path, file.folders) as folder:
+                if folder is None:
+                    return True
+                if os.stat(file.name, dir_fd=folder, follow_symlinks=False).st_mtime_ns != file.used_ns:
+                    return False
+                os.unlink(file.name, dir_fd=folder)
         except FileNotFoundError:
             return True
         except OSError:
             return False
         if file.is_tail:
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(file.path))
+            self._remove_folder(file.folders)
         return True
+
+    def _remove_folder(self, folders: tuple[str, ...]) -> None:
+        with contextlib.suppress(OSError), _opened(self._path, folders[:-1]) as folder:
+            if folder is not None:
+                os.rmdir(folders[-1], dir_fd=folder)
 
     def _now_ns(self) -> int:
         """Time by the clock of the file system."""

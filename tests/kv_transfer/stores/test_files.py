@@ -373,6 +373,28 @@ def test_sweep_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
     assert (outside / f"{TEMP_PREFIX}x").exists()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_link_that_is_planted_during_a_sweep_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    store = open_store(tmp_path / "store", num_values=1)
+    store.close()
+    for number in range(3):
+        store.put(key_of(number), (HEADER, PAGE))
+    store.put(key_of(4, transfer="dead"), (HEADER, PAGE))
+    age(path_of(store, key_of(4, transfer="dead")), 1e5)
+    found = list(store.sweeper._files())
+    folder = path_of(store, key_of(0)).parents[3 - depth]
+    folder.rename(tmp_path / "outside")
+    folder.symlink_to(tmp_path / "outside")
+    before = files_below(tmp_path / "outside")
+    monkeypatch.setattr(store.sweeper, "_files", lambda: iter(found))
+    store.sweeper.sweep()
+    assert before
+    assert files_below(tmp_path / "outside") == before
+    assert path_of(store, key_of(4, transfer="dead")).parent.exists() == (depth < 3)
+
+
 def test_a_deep_chain_of_folders_ends_no_sweep(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.close()
