@@ -9,14 +9,15 @@ the right length are read: another writer to the folder can cost time, not more.
 
 One thread per instance, neither the step loop's nor an I/O thread, keeps the folder within its capacity:
 
-    start ─▶ scan ─▶ wait (written past the capacity | scan_interval_s) ─▶ scan ─▶ …
-               └─ still above the capacity, or failed ─▶ pause ─▶ wait
+    start ─▶ scan ─▶ wait (written past the capacity | disk full | scan_interval_s) ─▶ scan ─▶ …
+               └─ still above the capacity, disk was full, or failed ─▶ pause ─▶ wait
 
 A scan visits every file. It removes unfinished writes, what a dead instance left of its transfers, and, above the
-capacity, full blocks in the order of their last use. Instances that share a folder do not communicate: each estimates
-the size as that of its last scan plus its own writes since, so what the others write within one interval can exceed
-the capacity. They remove the same oldest files, and a file that is already gone is no error. Ages are measured by the
-file system's own clock (a probe file's mtime), because instances' clocks differ.
+capacity, full blocks in the order of their last use. Where a write finds the disk or a quota full, a tenth of
+the folder's bytes goes in the same order. Instances that share a folder do not communicate: each estimates the size as
+that of its last scan plus its own writes since, so what the others write within one interval can exceed the capacity.
+They remove the same oldest files, and a file that is already gone is no error. Ages are measured by the file system's
+own clock (a probe file's mtime), because instances' clocks differ.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 # Without O_NONBLOCK, opening a FIFO in a page's place would block.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 ABSENT = (errno.ENOENT, errno.ESTALE)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO)  # a link; a socket
 
 
@@ -72,8 +74,16 @@ class SharedStorage:
         self.sweeper = Sweeper(self.path, capacity_bytes=capacity_bytes, **limits)
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        try:
+            self._write(key, buffers)
+        except OSError as error:
+            if error.errno in _DISK_FULL:
+                self.sweeper.note_full()
+            raise
+        self.sweeper.note_written(sum(len(buffer) for buffer in buffers))
+
+    def _write(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         folders, name = self._place(key)
-        num_bytes = sum(len(buffer) for buffer in buffers)
         with _opened(self.path, folders, create=True) as folder:
             assert folder is not None
             temporary = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
@@ -92,7 +102,6 @@ class SharedStorage:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
-        self.sweeper.note_written(num_bytes)
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
         folders, name = self._place(key)
@@ -280,6 +289,9 @@ class Sweeper:
         self._tail_max_age_ns = int(tail_max_age_s * 1e9)
         self._lock = threading.Lock()
         self._num_bytes = 0
+        self._is_full = False
+        """The last write found no room on the disk, and nothing has been removed since."""
+        self._has_warned = False
         self._due = threading.Event()
         self._stopping = threading.Event()
         self._thread = start_thread(self._run, "kv-sweep")
@@ -294,33 +306,56 @@ class Sweeper:
         """This instance has written `num_bytes`. From any thread."""
         with self._lock:
             self._num_bytes += num_bytes
+            self._is_full = False
             due = self._num_bytes > self._capacity_bytes
         if due:
             self._due.set()
 
-    def sweep(self) -> bool:
-        """One scan; whether the folder is within its capacity now. Raises OSError where it cannot be written to."""
+    def note_full(self) -> None:
+        """A write of this instance found the disk, or its quota, full. From any thread."""
         with self._lock:
-            written_before = self._num_bytes
+            self._is_full = True
+        self._due.set()
+
+    def sweep(self) -> bool:
+        """One scan; whether the folder is within its capacity now, and was not found full. Raises OSError where it
+        cannot be written to."""
+        with self._lock:
+            written_before, is_full = self._num_bytes, self._is_full
         now_ns = self._now_ns()
         kept: list[_File] = []
         for file in self._files():
-            max_age_ns = self._temp_max_age_ns if file.is_temp else self._tail_max_age_ns
-            if (file.is_temp or file.is_tail) and now_ns - file.used_ns > max_age_ns:
+            if self._is_left_over(file, now_ns):
                 self._remove(file)
             else:
                 kept.append(file)
-        num_bytes = sum(file.num_bytes for file in kept)
-        if num_bytes > self._capacity_bytes:
-            evictable = (file for file in kept if not file.is_temp and not file.is_tail)
-            for file in sorted(evictable, key=lambda file: file.used_ns):
-                if num_bytes <= self._capacity_bytes * _LOW_WATER:
-                    break
-                if self._remove(file):
-                    num_bytes -= file.num_bytes
+        found_bytes = sum(file.num_bytes for file in kept)
+        num_bytes = self._evict(kept, found_bytes, is_full=is_full)
         with self._lock:
             self._num_bytes += num_bytes - written_before
-        return num_bytes <= self._capacity_bytes
+            if num_bytes < found_bytes:
+                self._is_full = False  # failures since are no reason to remove more
+        return num_bytes <= self._capacity_bytes and not is_full
+
+    def _is_left_over(self, file: _File, now_ns: int | None) -> bool:
+        if now_ns is None or not (file.is_temp or file.is_tail):
+            return False
+        return now_ns - file.used_ns > (self._temp_max_age_ns if file.is_temp else self._tail_max_age_ns)
+
+    def _evict(self, files: list[_File], num_bytes: int, *, is_full: bool) -> int:
+        """Remove the least recently used of them where it is needed. Takes their bytes, and returns what is left."""
+        if not is_full and num_bytes <= self._capacity_bytes:
+            return num_bytes
+        if num_bytes <= self._capacity_bytes:
+            self._warn_full(num_bytes)
+        target = _LOW_WATER * min(num_bytes, self._capacity_bytes)
+        evictable = (file for file in files if not file.is_temp and not file.is_tail)
+        for file in sorted(evictable, key=lambda file: file.used_ns):
+            if num_bytes <= target:
+                break
+            if self._remove(file):
+                num_bytes -= file.num_bytes
+        return num_bytes
 
     def _run(self) -> None:
         warned = False
@@ -336,6 +371,17 @@ class Sweeper:
             if not is_within:
                 self._stopping.wait(_PAUSE_S)
             self._due.wait(self._scan_interval_s)
+
+    def _warn_full(self, num_bytes: int) -> None:
+        if not self._has_warned:
+            _log.warning(
+                "the disk of the KV folder %s is full, with %d bytes of pages; capacity_bytes is %d: the least recently"
+                " used pages are removed whenever a write finds it full",
+                self._path,
+                num_bytes,
+                self._capacity_bytes,
+            )
+        self._has_warned = True
 
     def _files(self) -> Iterator[_File]:
         """Regular files below v1, as deep as pages lie; no link is followed."""
@@ -377,16 +423,21 @@ class Sweeper:
             if folder is not None:
                 os.rmdir(folders[-1], dir_fd=folder)
 
-    def _now_ns(self) -> int:
-        """Time by the clock of the file system."""
+    def _now_ns(self) -> int | None:
+        """Time by the clock of the file system; None: it has no room for another file."""
         folder = self._path / "v1"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except FileNotFoundError:
             _make_again(self._path)
             folder.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, prefix=TEMP_PREFIX) as probe:
-            return os.fstat(probe.fileno()).st_mtime_ns
+        try:
+            with tempfile.TemporaryFile(dir=folder, prefix=TEMP_PREFIX) as probe:
+                return os.fstat(probe.fileno()).st_mtime_ns
+        except OSError as error:
+            if error.errno in _DISK_FULL:
+                return None
+            raise
 
 
 class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

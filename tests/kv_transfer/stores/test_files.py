@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -180,6 +181,59 @@ def test_full_file_system_leaves_no_part_of_a_file_behind(tmp_path: Path) -> Non
         store.close()
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("number_of_error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_smaller_than_the_capacity_loses_its_oldest_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number_of_error: int
+) -> None:
+    writev = os.writev
+
+    def limited(descriptor: int, views: Sequence[memoryview]) -> int:
+        if len(files_below(tmp_path)) > 10:  # with the one that is being written
+            raise OSError(number_of_error, os.strerror(number_of_error))
+        return writev(descriptor, views)
+
+    monkeypatch.setattr(os, "writev", limited)
+    store = open_store(tmp_path, scan_interval_s=1e3)
+    store.put(key_of(0, transfer="running"), (HEADER, PAGE))
+    age(path_of(store, key_of(0, transfer="running")), 2000)
+    for number in range(1, 10):
+        store.put(key_of(number), (HEADER, PAGE))
+        age(path_of(store, key_of(number)), 1000 - number)
+    with pytest.raises(OSError, match=os.strerror(number_of_error)):
+        store.put(key_of(10), (HEADER, PAGE))
+    wait(lambda: not path_of(store, key_of(1)).exists())
+    store.put(key_of(10), (HEADER, PAGE))
+    store.close()
+    assert path_of(store, key_of(0, transfer="running")).exists()
+    assert [number for number in range(1, 11) if path_of(store, key_of(number)).exists()] == list(range(2, 11))
+
+
+@pytest.mark.parametrize("has_room_for_a_probe", [True, False])
+def test_failures_of_one_full_disk_remove_a_tenth_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_room_for_a_probe: bool
+) -> None:
+    store = open_store(tmp_path)
+    store.close()
+    for number in range(20):
+        store.put(key_of(number), (HEADER, PAGE))
+
+    def no_room(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not has_room_for_a_probe:
+        monkeypatch.setattr(tempfile, "TemporaryFile", no_room)
+    for _ in range(3):
+        store.sweeper.note_full()
+    assert not store.sweeper.sweep(), "the next scan pauses"
+    assert store.sweeper.sweep()
+    assert len(files_below(tmp_path)) == 18
+    store.sweeper.note_full()
+    store.put(key_of(20), (HEADER, PAGE))  # there is room again
+    assert store.sweeper.sweep()
+    assert len(files_below(tmp_path)) == 19
+    assert [record.getMessage() for record in caplog.records if "is full, with" in record.getMessage()] != []
 
 
 @pytest.mark.parametrize("is_header_read", [False, True])
