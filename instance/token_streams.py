@@ -58,7 +58,7 @@ class _TokenStream:
         finally:
             for timeout, end in self._calls.values():
                 if not timeout.expired():
-                    end.error = call_end().error  # where the server ends the stream, it ends the calls too
+                    end.error = end.error or call_end().error  # where the server ends the stream, it ends the calls too
                     timeout.reschedule(0.0)
 
     @asynccontextmanager

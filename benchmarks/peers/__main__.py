@@ -25,7 +25,6 @@ from benchmarks.engine_vs_transformers import timed
 from benchmarks.peers import shapes_option, summary, vllm_python_option
 from benchmarks.peers.engine_vs_vllm import DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
-from engine.attention.compilation import has_wide_registers
 from tandem.bench.serve.results import machine, versions
 
 _CONNECTORS = ("shared_storage", "nixl")
@@ -47,19 +46,26 @@ _HAND_OVER_HEAD = (
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Turns; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both engines.")
 @click.option("--hand-over/--no-hand-over", default=True, show_default=True, help="Measure P/D too.")
-@click.option("--processor", help="Names the page; default: as the system names the processor, and its vectors.")
+@click.option("--processor", default=lambda: machine()["cpu"], help="Names the page; default: the system's name.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Another page, which is not compared.")
 def main(
-    vllm_python: Path, shapes: tuple[str, ...], repeat: int, threads: int, hand_over: bool, processor: str | None
+    vllm_python: Path,
+    shapes: tuple[str, ...],
+    repeat: int,
+    threads: int,
+    hand_over: bool,
+    processor: str,
+    output: Path | None,
 ) -> None:
-    processor = processor or f"{machine()['cpu']}, {'AVX-512' if has_wide_registers() else 'AVX2'}"
     preface = _preface(page.origin(), vllm_python, repeat, threads)
     parts = [f"{summary.TITLE}{processor}", preface, engine_section(vllm_python, shapes, repeat, threads)]
     if hand_over:
         parts.append(hand_over_section(str(vllm_python), repeat))
-    output = summary.PAGES / f"{file_name(processor)}.md"
-    output.write_text("\n\n".join(parts) + "\n")
-    summary.update()
-    click.echo(f"written to {output}")
+    page_file = output or summary.PAGES / f"{file_name(processor)}.md"
+    page_file.write_text("\n\n".join(parts) + "\n")
+    if output is None:
+        summary.update()
+    click.echo(f"written to {page_file}")
 
 
 def file_name(processor: str) -> str:

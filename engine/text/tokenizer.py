@@ -205,14 +205,18 @@ class Tokenizer:
 
     def _marked(self, value: Any) -> Any:
         """`value` with the mark inside each special token in its strings, and inside the beginning of one at a string's
-        end, because a template may join two strings. It looks keys up, so that they keep such an end."""
+        end, because a template may join two strings. It looks identifiers up, which keep such an end as
+        keys."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, Mapping):
-            return {self._marked_tokens(key): self._marked(item) for key, item in value.items()}
+            return {self._marked_key(key): self._marked(item) for key, item in value.items()}
         if isinstance(value, Sequence) and not isinstance(value, bytes):
             return [self._marked(item) for item in value]
         return value
+
+    def _marked_key(self, key: str) -> str:
+        return self._marked_tokens(key) if key.isidentifier() else self._marked_text(key)
 
     def _marked_tokens(self, text: str) -> str:
         return self._special_literal.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
@@ -304,12 +308,13 @@ def _templates_in(folder: Path) -> dict[str, str]:
     default, tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if not default.is_file():
         return {}
-    return {name: _read_text(path) for name, path in (("default", default), ("tool_use", tools)) if path.is_file()}
+    named = {name: _read_text(path) for name, path in (("default", default), ("tool_use", tools)) if path.is_file()}
+    return {name: source for name, source in named.items() if source}
 
 
 def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The templates in tokenizer_config.json: one text, or a list of named ones."""
     templates = config.get("chat_template")
-    if isinstance(templates, list):
-        return {entry["name"]: entry["template"] for entry in templates}
-    return {"default": templates} if isinstance(templates, str) else {}
+    default: list[dict[str, Any]] = [{"name": "default", "template": templates}]
+    named = templates if isinstance(templates, list) else default
+    return {one["name"]: one["template"] for one in named if isinstance(one["template"], str) and one["template"]}

@@ -105,8 +105,9 @@ class PageIO:
         try:
             num_bytes = self._save(op, is_trial=was_open) if isinstance(op, SaveOp) else self._load(op)
         except (PageError, BadValue) as error:
-            breaker.record(ok=True)  # the store works, the page does not
-            self.delete(op.name.key)
+            breaker.record(ok=not isinstance(error, UnreadableValue))  # else the store works, and the page does not
+            if not breaker.is_open:
+                self.delete(op.name.key)
             return OpResult(op, DAMAGED + error.reason, duration_s=time.perf_counter() - started)
         except Exception as error:
             breaker.record(ok=False)

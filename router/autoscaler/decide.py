@@ -234,16 +234,17 @@ def decide_now(observation: PoolObservation, policy: PoolPolicy, num_present: in
     a scale-up has ordered them, or a rollout has added them for a time, which are not distinguishable here. Held where
     the observation has a problem, and where the number that is enough is unknown and no growth is demanded.
     """
-    size = observation.size or 0
-    decision = ScaleDecision(observation.role, observation.at_s, size, size, size, None, "")
-    if observation.problem is not None:
-        return replace(decision, hold=observation.problem.kind, reason=observation.problem.message)
+    size, stays = observation.size or 0, (num_present,) * 3
+    if (problem := observation.problem) is not None:
+        return ScaleDecision(observation.role, observation.at_s, *stays, problem.kind, problem.message)
     now = demand_of(observation, policy)
     demanded = _demanded(now, size, num_present)
     if demanded is None:
-        return replace(decision, hold="missing", reason=now.enough_for)
+        return ScaleDecision(observation.role, observation.at_s, *stays, "missing", now.enough_for)
     desired = min(max(demanded, policy.min_size), policy.max_size)
-    return replace(decision, desired=desired, new_size=desired, reason=now.wanted_by.describe(desired))
+    return ScaleDecision(
+        observation.role, observation.at_s, size, desired, desired, None, now.wanted_by.describe(desired)
+    )
 
 
 def _demanded(now: Demand, num_ready: int, num_present: int) -> int | None:

@@ -50,11 +50,16 @@ class InstanceSample(NamedTuple):
         return self.state == "ready" and self.view is not None and self.view.out is not None
 
 
+SETTLED_S = 10.0
+"""From an instance's readiness here until it counts in sizes that are compared with Kubernetes': a rollout begins to
+drain its predecessor once Kubernetes has seen it ready too."""
+
+
 class ProcessCounts(NamedTuple):
     """Processes of a pool whose ordered size is unknown."""
 
     num_ready: int
-    """Ready for some seconds: not one that a rollout has just added, whose predecessor may be about to drain."""
+    """Ready for some time: not one that a rollout has just added."""
     num_present: int
     """Those that neither drain nor leave: they start, are ready, or are silent."""
     num_ending: int

@@ -64,9 +64,10 @@ class ServedModel:
         digest = tokenizer_digest(Path(folder))
         if tokenizer is not None:
             tokenizer.warm_up()
-        template = tokenizer.chat_template.tool_source if tokenizer is not None and tokenizer.chat_template else ""
-        tool_format = tool_format_of(template) if tool_call_parser == "auto" else TOOL_FORMATS.get(tool_call_parser)
-        thinks = END in template if reasoning_parser == "auto" else reasoning_parser == "think"
+        template = tokenizer.chat_template if tokenizer is not None else None
+        sources = (template.source, template.tool_source) if template is not None else ("", "")
+        tool_format = tool_format_of(sources[1]) if tool_call_parser == "auto" else TOOL_FORMATS.get(tool_call_parser)
+        thinks = any(END in source for source in sources) if reasoning_parser == "auto" else reasoning_parser == "think"
         return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)
 
 

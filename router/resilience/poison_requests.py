@@ -173,7 +173,8 @@ class PoisonDetection:
         evidence against no request."""
         if (survived := self._deaths.pop(key, None)) is not None:
             for suspect in survived.suspects:
-                self._drop_incident(suspect, key)
+                if (incident := self._incidents(suspect).get(key)) is not None and incident.is_death:
+                    self._drop_incident(suspect, key)
         death = self._deaths[key] = _Death(self._clock())
         return death
 

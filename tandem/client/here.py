@@ -7,7 +7,7 @@ import re
 
 _SCHEME = re.compile(r"^(ipv4:|ipv6:|dns:/*)")
 """gRPC's, in front of an address."""
-_LOCALHOST = "127.0.0.1"
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_here(target: str) -> bool:
@@ -17,13 +17,15 @@ def is_here(target: str) -> bool:
 
 def reaches(address: str, listener: str) -> bool:
     """Whether a client of `address` (host:port, with or without gRPC's scheme) connects to what listens at `listener`
-    of this machine. Another process may listen at the same port of another address, also of loopback."""
+    of this machine, and never to another process, which may listen at the same port of another address: of loopback,
+    or of the other family, which the name localhost may mean."""
     if address == listener:
         return True
     (host, port), (own_host, own_port) = _host_and_port(_SCHEME.sub("", address)), _host_and_port(listener)
-    if port != own_port or not _is_here(host):
+    reached, own = _ip_address(host), _ip_address(own_host)
+    if port != own_port or reached is None or own is None or reached.version != own.version or not _is_here(host):
         return False
-    return _is_unspecified(own_host) or _connected(host) == _connected(own_host)
+    return own.is_unspecified or (_loopback(reached) if reached.is_unspecified else reached) == own
 
 
 def _host_and_port(address: str) -> tuple[str, str]:
@@ -31,9 +33,9 @@ def _host_and_port(address: str) -> tuple[str, str]:
     return host.strip("[]").lower(), port
 
 
-def _connected(host: str) -> str:
-    """The address that a client of `host` connects to."""
-    return _LOCALHOST if host in ("localhost", "0.0.0.0") else host
+def _loopback(address: Address) -> Address:
+    """What a client of an unspecified address connects to."""
+    return ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
 
 
 def _is_here(host: str) -> bool:
@@ -41,12 +43,7 @@ def _is_here(host: str) -> bool:
     return host == "localhost" or (address is not None and (address.is_loopback or address.is_unspecified))
 
 
-def _is_unspecified(host: str) -> bool:
-    address = _ip_address(host)
-    return address is not None and address.is_unspecified
-
-
-def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _ip_address(host: str) -> Address | None:
     try:
         return ipaddress.ip_address(host)
     except ValueError:

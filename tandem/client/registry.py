@@ -28,8 +28,8 @@ from tandem.client.here import reaches
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
-_MAX_FOLDER_CHARS = 40
-"""A socket's path has at most 107 characters, of which up to 67 are below this folder."""
+_MAX_FOLDER_BYTES = 40
+"""A socket's path has at most 107 bytes, of which up to 67 are below this folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class StackFolder:
 def temporary_folder() -> Path:
     """The parent of stacks' folders: the system's temporary directory, or /tmp if that path is too long for sockets."""
     folder = tempfile.gettempdir()
-    return Path(folder if len(folder) <= _MAX_FOLDER_CHARS else "/tmp")
+    return Path(folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp")
 
 
 def state_dir() -> Path:

@@ -7,6 +7,7 @@ pinned and runs where the system puts it. An instance on GPUs takes those that t
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -138,7 +139,7 @@ class Topology:
     def __init__(self, settings: StackSettings, folder: Path) -> None:
         self._settings = settings
         self._folder = folder
-        self.stack_address = f"unix:{quote(str(folder / 'stack.sock'))}"  # gRPC decodes it
+        self.stack_address = f"unix:{quote(os.fsencode(folder / 'stack.sock'))}"  # gRPC decodes it
         """Of the StackServer, for the routers."""
         self.kv_cache_bytes = _kv_cache_bytes(settings)
         """Of each instance; None if the settings give a number of blocks."""

@@ -152,7 +152,7 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{/* Without keys of null, except in settings, where null is a value. A key without a value, as a values file has it whose lines below are comments, is one with an empty value. */}}
+{{/* Without keys of null, except in settings and vllmArgs, where null is a value. A key without a value, as a values file has it whose lines below are comments, is one with an empty value. */}}
 {{- define "tandem.filled" -}}
 {{- $spec := omit . "settings" "vllmArgs" -}}
 {{- include "tandem.removeNulls" $spec -}}

@@ -233,7 +233,7 @@ volumeMounts: {{- include "tandem.mounts" . | nindent 2 }}
 
 {{/*
 With the user's variables, which replace the chart's of the same name: (dict "env" the chart's, as YAML, "own" the user's). They come last and may contain all of the chart's, except one that the chart's
-contain, such as $(POD_IP): Kubernetes expands it only in what follows, so it takes the place of the chart's, after the user's that it contains.
+contain, such as $(POD_IP): Kubernetes expands it only in what follows, so it takes the place of the chart's, after the user's before it that contain none of the chart's to come.
 */}}
 {{- define "tandem.mergedEnv" -}}
 {{- $chart := .env -}}
@@ -246,20 +246,25 @@ contain, such as $(POD_IP): Kubernetes expands it only in what follows, so it ta
 {{- end -}}
 {{- $merged := list -}}
 {{- $placed := list -}}
+{{- $toCome := list -}}
+{{- range $chart | fromYamlArray }}{{ $toCome = append $toCome .name }}{{ end -}}
 {{- range $chart | fromYamlArray -}}
-{{- if not (hasKey $byName .name) -}}
+{{- $name := .name -}}
+{{- if not (hasKey $byName $name) -}}
 {{- $merged = append $merged . -}}
-{{- else if contains (printf "$(%s)" .name) $chart -}}
-{{- $replacing := get $byName .name -}}
-{{- $placed = append $placed .name -}}
-{{- range $own -}}
-{{- if and (contains (printf "$(%s)" .name) ($replacing.value | default "")) (not (has .name $placed)) -}}
-{{- $merged = append $merged . -}}
-{{- $placed = append $placed .name -}}
+{{- else if and (contains (printf "$(%s)" $name) $chart) (not (has $name $placed)) -}}
+{{- $isBefore := true -}}
+{{- range $one := $own -}}
+{{- if eq $one.name $name }}{{ $isBefore = false }}{{ end -}}
+{{- $mayMove := and $isBefore (not (has $one.name $placed)) -}}
+{{- range $toCome }}{{ if contains (printf "$(%s)" .) ($one.value | default "") }}{{ $mayMove = false }}{{ end }}{{ end -}}
+{{- if or $mayMove (eq $one.name $name) -}}
+{{- $merged = append $merged $one -}}
+{{- $placed = append $placed $one.name -}}
 {{- end -}}
 {{- end -}}
-{{- $merged = append $merged $replacing -}}
 {{- end -}}
+{{- $toCome = without $toCome $name -}}
 {{- end -}}
 {{- range $own -}}
 {{- if not (has .name $placed) }}{{ $merged = append $merged . }}{{ end -}}

@@ -37,8 +37,12 @@ if TYPE_CHECKING:
     from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext
 
 _PAUSE_S = 0.002
-_MEMORY_PAUSE_S = 0.05
-"""LMCache evicts once a second, and logs each reservation that fails."""
+_RETRY_S = 0.05
+"""LMCache logs each reservation that fails."""
+_MEMORY_WAIT_S = 1.2
+"""LMCache evicts once a second; a reader that waits holds one of its threads."""
+_UNREADABLE_S = 0.2
+"""A page is damaged if it cannot be read for so long: a failure may pass."""
 _MAX_LATE = 32
 _MAX_WAIT_S = 30.0
 _ANSWER_SHARE = 0.8
@@ -108,6 +112,7 @@ class PageModule:
     def get(self, head: Head, page: memoryview) -> Answer:
         del page
         deadline, key = _deadline(head), _key(head)
+        began_s = time.monotonic()
         while True:
             found = self._fetch(key, head.num_bytes, deadline, skip_l2=False)
             if found is False:  # or another reader's fetch has ended first: then it is in L1
@@ -117,11 +122,12 @@ class PageModule:
             if found is None:
                 return _status(Status.LATE)
             answer = self._read_from_l2(key, head.num_bytes, deadline)
-            if answer is not None:
-                return answer
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began_s
+            if answer is None and waited_s > min(_MEMORY_WAIT_S, deadline - began_s):
                 return _status(Status.LATE)
-            time.sleep(_MEMORY_PAUSE_S)
+            if answer is not None and (answer[0] != Status.BAD_VALUE or waited_s > _UNREADABLE_S):
+                return answer
+            time.sleep(_RETRY_S)
 
     @_handler(CONTAINS)
     def contains(self, head: Head, page: memoryview) -> Answer:

@@ -225,11 +225,14 @@ async def run_sweep(
         if stop.is_set():
             return points
         check(requests)
+        del requests
     for run, rate in enumerate(sweep.rates, 1):
         requests = await _planned(workload.plan(run, rate), stop)
         if stop.is_set():
             break
-        warm_up = workload.warm_up(run, sweep.num_warm_up)
+        warm_up = await _planned(workload.warm_up(run, sweep.num_warm_up), stop)
+        if stop.is_set():
+            break
         if warm_up:
             observer.warm_up(rate, len(warm_up))
         tried = await run_load(

@@ -64,7 +64,7 @@ _ONE_BY_ONE, _BY_END, _BY_EVENTS = (
     "by events, since the endpoint sends no usage: if one carries several tokens, too few are counted",
 )
 _NULL = msgspec.Raw(b"null")
-_Count = Annotated[int, msgspec.Meta(le=1 << 24)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 """Tokens of one request: a false number would take all memory, as each token has its time."""
 _T = TypeVar("_T")
 

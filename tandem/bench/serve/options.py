@@ -96,6 +96,8 @@ class ServeOptions:
             raise InvalidOption("--address is a Tandem router, --url an OpenAI endpoint: give only one")
         if self.warm_up is not None and self.warm_up > MAX_REQUESTS:
             raise InvalidOption(f"--warm-up {self.warm_up}: at most {MAX_REQUESTS} requests")
+        if self.num_prefixes > MAX_REQUESTS:
+            raise InvalidOption(f"--num-prefixes {self.num_prefixes}: at most {MAX_REQUESTS}, each is warmed up")
         if not _is_utf8(self.model):
             raise InvalidOption(f"--model {self.model!r} is not UTF-8")
         if self.burstiness is not None and self.arrivals != "gamma":

@@ -198,8 +198,8 @@ class Workload(Protocol):
         Each is made when it is taken: all of them may take minutes. Raises TooManyRequests.
         """
 
-    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
-        """`count` requests like those of run `run`, but with other prompts, all due at once."""
+    def warm_up(self, run: int, count: int) -> Iterable[PlannedRequest]:
+        """`count` requests like those of run `run`, but with other prompts, all due at once. Made like those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +231,8 @@ class RandomWorkload:
             raise ValueError("random prompts need a rate")
         return self._requests(self.schedule.times_s(rate, self.seed), 2 * run, self.turns)
 
-    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
-        return list(self._requests([0.0] * count, 2 * run + 1, 1))
+    def warm_up(self, run: int, count: int) -> Iterator[PlannedRequest]:
+        return self._requests([0.0] * count, 2 * run + 1, 1)
 
     def _requests(self, times_s: Sequence[float], series: int, turns: int) -> Iterator[PlannedRequest]:
         rng = _rng(self.seed, series, _PROMPTS)
@@ -264,29 +264,31 @@ class TraceWorkload:
     use: TraceUse
 
     def __str__(self) -> str:
-        return f"trace: {self._traced(0, limit=0)}; ids {self.vocabulary.origin}"
+        return f"trace: {plan(self.rows, self.use, self.vocabulary.ids, limit=0)}; ids {self.vocabulary.origin}"
 
     def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """A trace gives no more requests than it has rows, also at a given rate."""
-        num_rows = self._traced(0, limit=0).num_planned
+        use, end_s = self.use, self.schedule.duration_s
+        if rate is None and end_s is not None:
+            use = replace(use, duration_s=min(use.duration_s, end_s * use.speed))
+        num_rows = plan(self.rows, use, self.vocabulary.ids, limit=0).num_planned
         num_requests = min(num_rows, self.schedule.num_requests or num_rows)
-        if num_requests > MAX_REQUESTS:
-            raise TooManyRequests(
-                f"the trace has more than {MAX_REQUESTS} requests: take a part of them by --trace-for or --num-requests"
-            )
-        counts, seed = TracePlan(), self._seed_of(2 * run)
-        requests = plan_each(self.rows, self.use, self.vocabulary.ids, counts, seed=seed, limit=num_requests)
+        requests = itertools.islice(self._requests(2 * run, use), num_requests)
         if rate is not None:
             times_s = replace(self.schedule, num_requests=num_requests).times_s(rate, self.seed)
             return (replace(one, at_s=at_s) for at_s, one in zip(times_s, requests, strict=False))
-        end_s = self.schedule.duration_s
-        return requests if end_s is None else itertools.takewhile(lambda one: one.at_s < end_s, requests)
+        if num_requests > MAX_REQUESTS:
+            raise TooManyRequests(
+                f"more than {MAX_REQUESTS} requests of the trace: lower --trace-for, --duration or --num-requests"
+            )
+        return requests
 
-    def warm_up(self, run: int, count: int) -> list[PlannedRequest]:
-        return [replace(one, at_s=0.0) for one in self._traced(2 * run + 1, count).requests]
+    def warm_up(self, run: int, count: int) -> Iterator[PlannedRequest]:
+        requests = itertools.islice(self._requests(2 * run + 1, self.use), count)
+        return (replace(one, at_s=0.0) for one in requests)
 
-    def _traced(self, series: int, limit: int | None) -> TracePlan:
-        return plan(self.rows, self.use, self.vocabulary.ids, seed=self._seed_of(series), limit=limit)
+    def _requests(self, series: int, use: TraceUse) -> Iterator[PlannedRequest]:
+        return plan_each(self.rows, use, self.vocabulary.ids, TracePlan(), seed=self._seed_of(series))
 
     def _seed_of(self, series: int) -> int:
         return self.seed + (series << 32)

@@ -188,6 +188,24 @@ def test_a_special_token_that_text_may_consist_of(token: str, num_special: int) 
     assert sum(i in tokenizer.special_ids for i in ids) == num_special
 
 
+def test_the_names_of_a_calls_arguments_do_not_become_a_special_token() -> None:
+    source = "{% for name in messages[0].arguments %}<parameter={{ name }}>{% endfor %}"
+    tokenizer = Tokenizer(byte_level_backend().to_str(), {}, {"default": source})
+    ids = tokenizer.encode_chat([{"role": "user", "arguments": {"<|im_end|": 1, "a": 2}}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<parameter=<|im_end|><parameter=a>"
+    assert not any(i in tokenizer.special_ids for i in ids)
+
+
+@pytest.mark.parametrize(
+    "template", ["", None, [], [{"name": "default", "template": None}], [{"name": "rag", "template": "x"}]]
+)
+def test_a_model_without_a_template_of_its_own_has_no_chat(tmp_path: Path, template: object) -> None:
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG | {"chat_template": template})
+    assert Tokenizer.from_folder(folder).chat_template is None
+    (folder / "chat_template.jinja").touch()
+    assert Tokenizer.from_folder(folder).chat_template is None
+
+
 @pytest.mark.parametrize("has_files", [False, True])
 def test_a_chat_with_tools_is_rendered_as_by_transformers(tmp_path: Path, has_files: bool) -> None:
     """By the template for tools, where the model has one."""

@@ -3,7 +3,7 @@ copied is not stored."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.memory import PageMemory, make_page_memory
 from kv_transfer.page.naming import PageKey, PageNaming
-from kv_transfer.stores.base import StoreError
+from kv_transfer.stores.base import StoreError, UnreadableValue
 from kv_transfer.stores.page_io import STORE_DOWN, CircuitBreaker, PageIO
 from kv_transfer.transfer.connector import SKIPPED
 from kv_transfer.transfer.loader import Load, LoadOp
@@ -167,6 +167,21 @@ def test_a_store_that_answers_again_is_written_again(number: int) -> None:
     store.is_full = False
     assert user.save(number) is None
     assert not user.breaker.is_open
+
+
+class _LostMedium(MemoryStore):
+    """Finds its pages and cannot read them, as a network file system whose server is lost."""
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        raise UnreadableValue("unreadable")
+
+
+def test_pages_that_cannot_be_read_one_after_the_other_are_kept_and_not_tried() -> None:
+    store = _LostMedium()
+    user = _StoreUser(store, retry_s=60.0)
+    assert [user.save(number) for number in range(6)] == 6 * [None]
+    assert [user.load(number) for number in range(6)] == 3 * ["page_unreadable"] + 3 * [STORE_DOWN]
+    assert len(store.values) == 4, "two could have been bad sectors"
 
 
 class _StoreOfCancelledSaves(_FullStore):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from router.autoscaler.decide import ScaleDecision, decide_now
-from router.autoscaler.observation import InstanceSample, counts_of
+from router.autoscaler.observation import SETTLED_S, InstanceSample, counts_of
 from router.autoscaler.settings import DecodePolicy
 from tests.router.autoscaler.builders import NUM_SEQS, instance, pool, starting
 
@@ -20,7 +20,7 @@ SYNC_S = 15
 STABILIZATION_S = 300
 """An HPA shrinks to the largest size that was demanded in so many seconds."""
 TOLERANCE = 0.1
-DRAIN_S = 2
+DRAIN_S = 8
 """From an instance's readiness to the end of the one that it replaces."""
 
 Load = Callable[[int], int]
@@ -28,7 +28,7 @@ Load = Callable[[int], int]
 
 
 def decided(samples: Sequence[InstanceSample]) -> ScaleDecision:
-    counts = counts_of(samples, POLICY.scale_out_window_s)
+    counts = counts_of(samples, SETTLED_S)
     return decide_now(pool(*samples, size=counts.num_ready, policy=POLICY), POLICY, counts.num_present)
 
 

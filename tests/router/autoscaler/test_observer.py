@@ -161,7 +161,7 @@ async def test_queued_requests_wait_for_decode_when_its_slots_are_taken(run: Run
 
 async def test_the_queue_delay_is_known_once_the_rate_is(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05, slots=1))
-    async with run(decode=[decode], admission={"sequence_fraction": 1.0}) as rig:
+    async with run(decode=[decode], admission={"sequence_fraction": 1.0, "queue_timeout_s": 60.0}) as rig:
         await rig.generate(max_tokens=4)
         running = [asyncio.create_task(rig.generate(max_tokens=20)) for _ in range(3)]
         async with asyncio.timeout(20):

@@ -78,6 +78,15 @@ def test_a_process_that_was_lost_for_a_moment_and_dies_later_has_died_once() -> 
     assert not evidence.detection.is_suspect(suspect("z")), "both of its instances survived it"
 
 
+def test_an_error_of_an_instance_stays_evidence_when_another_request_ends_it() -> None:
+    evidence = Evidence()
+    evidence.died("x", "a")
+    evidence.detection.failed(suspect("x"), InstanceKey("a", "e"), "decode")
+    evidence.clock.now_s += 10
+    evidence.died("y", "a", began_s=evidence.clock.now_s)
+    assert evidence.detection.num_incidents(suspect("x")) == 1
+
+
 def test_a_content_that_is_rejected_again_keeps_no_other_one_rejected() -> None:
     evidence = Evidence(ttl_s=100)
     for name in ("x", "y", "x"):

@@ -15,6 +15,7 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.rig import SEED
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 TEMPLATE = (
     "{% for message in messages %}<turn>{{ message.role }}: "
@@ -107,6 +108,15 @@ async def test_a_constraint_begins_behind_the_reasoning(run_http: RunHttp, tone:
         assert answer == {"type": "json_schema", "json_schema": {"type": "object"}}
         tag = (first if tone else first["content"])["elements"][0]
         assert (tag["begin"], tag["end"]) == ("" if tone else "<think>", "</think>")
+
+
+@pytest.mark.parametrize("thinking", ["default", "tool_use"])
+def test_one_of_the_models_templates_suffices(tmp_path: Path, thinking: str) -> None:
+    templates = [
+        {"name": name, "template": "</think>" if name == thinking else "x"} for name in ("default", "tool_use")
+    ]
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG | {"chat_template": templates})
+    assert ServedModel.from_folder(folder).thinks
 
 
 async def test_a_setting_turns_it_off(run_http: RunHttp, model_folder: Path) -> None:

@@ -235,6 +235,7 @@ async def answering(body: bytes) -> AsyncIterator[OpenAIEndpoint]:
         (b'{"choices": [{"text": "\xe2\x82"}]}', "not UTF-8"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b'{"usage": {"completion_tokens": 1000000000000}, "choices": [{}]}', "<= "),
+        (b'{"usage": {"completion_tokens": -5}, "choices": [{}]}', ">= 0"),
     ],
 )
 async def test_an_invalid_event_is_a_failure_of_its_request(event: bytes, problem: str) -> None:

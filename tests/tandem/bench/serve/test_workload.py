@@ -59,7 +59,11 @@ def test_both_ends_of_a_range_occur() -> None:
 def test_equal_seeds_send_equal_requests_and_other_seeds_and_runs_others(seed: int) -> None:
     first = list(workload(seed).plan(1, 5.0))
     assert first == list(workload(seed).plan(1, 5.0))
-    others = [list(workload(seed + 1).plan(1, 5.0)), list(workload(seed).plan(2, 5.0)), workload(seed).warm_up(1, 10)]
+    others = [
+        list(workload(seed + 1).plan(1, 5.0)),
+        list(workload(seed).plan(2, 5.0)),
+        list(workload(seed).warm_up(1, 10)),
+    ]
     for other in others:
         assert not set(prompts(first)) & set(prompts(other))
 
@@ -132,7 +136,9 @@ def test_each_turn_repeats_its_conversation_and_adds_a_prompt(seed: int, turns: 
             is_same, has_prefix = number % num_talks == other % num_talks, later[:8] == earlier[:8]
             num_shared = len(earlier) if is_same else 8 if has_prefix else 0
             assert num_shared <= num_common(earlier, later) <= num_shared + BY_CHANCE
-    assert {len(prompt) for prompt in prompts(talks.warm_up(1, 4))} == {28}, "each prefix once, without conversations"
+    assert {len(prompt) for prompt in prompts(list(talks.warm_up(1, 4)))} == {28}, (
+        "each prefix once, without conversations"
+    )
     assert f"in conversations of at most {turns} turns" in str(talks)
 
 
@@ -163,8 +169,13 @@ def test_a_trace_of_too_many_requests_is_rejected_unless_a_part_is_taken() -> No
     rows = [ROWS[1]] * (MAX_REQUESTS + 1)
     with pytest.raises(TooManyRequests, match="--trace-for"):
         TraceWorkload(VOCABULARY, Schedule(), 1, rows, TraceUse()).plan(1, None)
-    part = TraceWorkload(VOCABULARY, Schedule(num_requests=1), 1, rows, TraceUse()).plan(1, None)
-    assert len(list(part)) == 1
+    for schedule, rate in (
+        (Schedule(num_requests=1), None),
+        (Schedule(duration_s=1.0), None),
+        (Schedule(num_requests=1), 5.0),
+    ):
+        later = [ROWS[0], *rows] if schedule.duration_s else rows
+        assert len(list(TraceWorkload(VOCABULARY, schedule, 1, later, TraceUse()).plan(1, rate))) == 1
 
 
 def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate() -> None:
@@ -179,7 +190,7 @@ def test_a_trace_is_replayed_at_its_own_times_or_at_a_rate() -> None:
 def test_a_trace_is_cut_to_the_requested_number_and_duration() -> None:
     assert len(list(trace(Schedule(num_requests=2)).plan(1, None))) == 2
     assert len(list(trace(Schedule(duration_s=3.5)).plan(1, None))) == 3
-    assert len(trace(Schedule(num_requests=2)).warm_up(1, 9)) == 4
+    assert len(list(trace(Schedule(num_requests=2)).warm_up(1, 9))) == 4
 
 
 def test_a_traces_prompts_are_ordinary_shared_by_hash_id_and_new_in_every_run() -> None:
