@@ -205,8 +205,7 @@ class Tokenizer:
 
     def _marked(self, value: Any) -> Any:
         """`value` with the mark inside each special token in its strings, and inside the beginning of one at a string's
-        end, because a template may join two strings. It looks identifiers up, which keep such an end as
-        keys."""
+        end, because a template may join two strings. Keys that are identifiers keep such an end: it looks them up."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, Mapping):
