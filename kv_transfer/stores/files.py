@@ -93,6 +93,7 @@ class SharedStorage:
                     _write_all(descriptor, buffers)
                 finally:
                     os.close(descriptor)  # may raise too: a network file system reports a full disk here
+                self.sweeper.note_room()
                 try:
                     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 except IsADirectoryError:
@@ -306,7 +307,6 @@ class Sweeper:
         """This instance has written `num_bytes`. From any thread."""
         with self._lock:
             self._num_bytes += num_bytes
-            self._is_full = False
             due = self._num_bytes > self._capacity_bytes
         if due:
             self._due.set()
@@ -317,11 +317,17 @@ class Sweeper:
             self._is_full = True
         self._due.set()
 
+    def note_room(self) -> None:
+        """A write of this instance has found room, and its page is not visible yet: a scan that finds it knows. From
+        any thread."""
+        with self._lock:
+            self._is_full = False
+
     def sweep(self) -> bool:
         """One scan; whether the folder is within its capacity now, and was not found full. Raises OSError where it
         cannot be written to."""
         with self._lock:
-            written_before, is_full = self._num_bytes, self._is_full
+            written_before = self._num_bytes
         now_ns = self._now_ns()
         kept: list[_File] = []
         for file in self._files():
@@ -330,6 +336,8 @@ class Sweeper:
             else:
                 kept.append(file)
         found_bytes = sum(file.num_bytes for file in kept)
+        with self._lock:
+            is_full = self._is_full
         num_bytes = self._evict(kept, found_bytes, is_full=is_full)
         with self._lock:
             self._num_bytes += num_bytes - written_before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -204,25 +205,24 @@ def test_a_store_that_hangs_times_out_and_never_writes_to_a_block(
     assert not store.values, "it removed its page all the same"
 
 
-def test_an_instance_starts_over_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "warning"),
+    [
+        (SharedStorage, "put", OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (os, "preadv", OSError(errno.EIO, "Input/output error"), "cannot be used now (unreadable)"),
+    ],
+    ids=["read-only", "unreadable"],
+)
+def test_an_instance_starts_over_a_folder_that_cannot_be_used(
+    owner: object, name: str, error: OSError, warning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
 
-    def read_only(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
+    def failing(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(SharedStorage, "put", read_only)
-    assert "Read-only file system" in (self_test(connector) or "")
-    connector.shutdown()
-
-
-def test_an_instance_starts_over_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
-
-    def unreadable(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", unreadable)
-    assert "cannot be used now (unreadable)" in (self_test(connector) or "")
+    monkeypatch.setattr(owner, name, failing)
+    assert warning in (self_test(connector) or "")
     connector.shutdown()
 
 

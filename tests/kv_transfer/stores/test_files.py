@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -234,6 +235,23 @@ def test_failures_of_one_full_disk_remove_a_tenth_once(
     assert store.sweeper.sweep()
     assert len(files_below(tmp_path)) == 19
     assert [record.getMessage() for record in caplog.records if "is full, with" in record.getMessage()] != []
+
+
+def test_a_page_that_is_written_while_a_full_disk_is_scanned_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    store.close()
+    store.sweeper.note_full()
+    files = store.sweeper._files
+
+    def scanned() -> Iterator[Any]:
+        store.put(key_of(1), (HEADER, PAGE))
+        return files()
+
+    monkeypatch.setattr(store.sweeper, "_files", scanned)
+    assert store.sweeper.sweep()
+    assert read(store, key_of(1)) == (HEADER, PAGE)
 
 
 @pytest.mark.parametrize("is_header_read", [False, True])
