@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -13,7 +13,6 @@ from router.api.openai.strict_model import StrictModel
 from serving.errors import invalid_argument
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
-_IGNORED_IN_MESSAGES = frozenset({"annotations", "parsed"})  # parsed: by OpenAI's Python client, out of the content
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
@@ -38,30 +37,26 @@ def _content(value: Any) -> Any:
 
 
 class CalledFunction(StrictModel):
+    ignored: ClassVar = frozenset({"parsed_arguments"})  # by OpenAI's Python client
+
     name: str
     arguments: str = ""
-
-    @classmethod
-    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
-        """OpenAI's Python client adds `parsed_arguments`."""
-        return {name: value for name, value in members.items() if name != "parsed_arguments"}
 
 
 class ToolCall(StrictModel):
     """A call in an assistant's message."""
 
+    ignored: ClassVar = frozenset({"index"})  # clients that assemble a stream leave it in
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    @classmethod
-    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
-        """Clients that assemble a stream leave `index` in."""
-        return {name: value for name, value in members.items() if name != "index"}
-
 
 class Message(StrictModel):
     """One message of a chat."""
+
+    ignored: ClassVar = frozenset({"annotations", "parsed"})  # parsed: by OpenAI's Python client, out of the content
 
     role: str
     content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
@@ -72,7 +67,6 @@ class Message(StrictModel):
 
     @classmethod
     def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
-        members = {name: value for name, value in members.items() if name not in _IGNORED_IN_MESSAGES}
         for name in ("function_call", "audio"):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")

@@ -140,7 +140,7 @@ class CountTokensRequest(FrontBody):
             raise invalid_argument(
                 "thread", "is not supported: nothing is stored", "the whole conversation as messages"
             )
-        return super()._supported(members)
+        return members
 
     def client_names(self) -> dict[str, str]:
         name = "tools" if self.output_config.format is None else "output_config.format"

@@ -58,12 +58,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Parameters that are known and not supported, at least by one of the endpoints, each with the values that have no
 effect and are ignored."""
 
-_IGNORED = frozenset({
-    "include_reasoning", "metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
-})  # fmt: skip
-"""Parameters that do not change an answer."""
-
 
 class StreamOptions(StrictModel):
     include_usage: bool = False  # a last event, without choices, carries the usage of the whole request
@@ -152,6 +146,10 @@ class RequestBody(Body):
     """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
 
     default_max_tokens: ClassVar[int | None] = None
+    ignored: ClassVar = frozenset({
+        "include_reasoning", "metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+        "service_tier", "store", "user",
+    })  # fmt: skip
 
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Int64 | None = None
@@ -193,8 +191,6 @@ class RequestBody(Body):
     def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
         supported = {}
         for name, value in members.items():
-            if name in _IGNORED:
-                continue
             if name in cls.model_fields:
                 supported[name] = value
             elif name not in _UNSUPPORTED:
@@ -477,13 +473,6 @@ class ChatBody(RequestBody):
 
 class FrontBody(Body):
     """The body of another API for chats, as that of a chat."""
-
-    ignored: ClassVar[frozenset[str]]
-    """Parameters that do not change an answer."""
-
-    @classmethod
-    def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in members.items() if name not in cls.ignored}
 
     @abstractmethod
     def chat(self) -> dict[str, Any]:

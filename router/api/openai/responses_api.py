@@ -142,7 +142,7 @@ class ResponsesRequest(FrontBody):
         for name in ("previous_response_id", "conversation", "prompt"):
             if name in members:
                 raise invalid_argument(name, "is not supported: nothing is stored", "the whole conversation as input")
-        return super()._supported(members)
+        return members
 
     @property
     def has_logprobs(self) -> bool:
