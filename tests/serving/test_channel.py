@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,9 +16,9 @@ import pytest
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from serving.channel import ChannelSettings, is_ip, is_private, listens_privately, open_channel, resolve
-from serving.settings import format_address
 from tests.grpc_calls import next_message
 from tests.serving.conftest import Rigs
+from tests.tcp import proxy
 from tests.waiting import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,37 +113,9 @@ async def test_what_no_name_may_be_is_unknown(host: str) -> None:
         await resolve(host)
 
 
-@contextlib.asynccontextmanager
-async def slow_network(address: str, delay_s: float) -> AsyncIterator[str]:
-    """The address of a port that passes bytes on to `address`, those of the server late."""
-    host, _, port = address.rpartition(":")
-    writers: list[asyncio.StreamWriter] = []
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
-                await asyncio.sleep(delay_s)
-                writer.write(data)
-        writer.close()
-
-    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        writers.extend((writer, back))
-        await asyncio.gather(copy(reader, back, 0.0), copy(there, writer, delay_s))
-
-    network = await asyncio.start_server(passed_on, "127.0.0.1", 0)
-    try:
-        yield format_address(*network.sockets[0].getsockname())
-    finally:
-        network.close()
-        for writer in writers:
-            writer.close()
-        await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
-
-
 async def test_a_connection_that_takes_its_time_is_made(rigs: Rigs) -> None:
     """Over a slow network, with TLS, or from a machine that is busy. Attempts had at most half a second."""
     rig = await rigs.start()
-    async with slow_network(rig.server.address, 0.8) as address, open_channel(address) as channel:
+    async with proxy(rig.server.address, delay_s=0.8) as network, open_channel(network.address) as channel:
         call = GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="hello"), timeout=20)
         assert [response.model async for response in call] == ["token"] * 3

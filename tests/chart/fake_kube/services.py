@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from functools import partial
 from typing import Self
 
 from tests.chart.fake_kube.addresses import Network
 from tests.chart.fake_kube.endpoints import SERVICE_NAME
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.store import Store
+from tests.tcp import TcpServer
 
 _CHUNK = 65_536
 
@@ -22,8 +24,8 @@ class Services:
         self._store = store
         self._network = network
         self._addresses: dict[str, str] = {}
-        self._servers: dict[str, list[asyncio.Server]] = {}
-        self._connections: set[asyncio.Task[None]] = set()
+        self._servers: dict[str, list[TcpServer]] = {}
+        self._exits = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._following = asyncio.create_task(self._follow())
@@ -31,14 +33,9 @@ class Services:
 
     async def __aexit__(self, *_: object) -> None:
         self._following.cancel()
-        for uid in list(self._servers):
-            self._close(uid)
-        for connection in self._connections:
-            connection.cancel()
-        results = await asyncio.gather(self._following, *self._connections, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._following
+        await self._exits.aclose()
 
     def addresses(self, namespace: str) -> dict[str, str]:
         """IP by name."""
@@ -66,38 +63,25 @@ class Services:
 
     def _close(self, uid: str) -> None:
         for server in self._servers.pop(uid):
-            server.close()
+            server.stop_listening()
 
-    async def _listen(self, service: Object, port: Object) -> asyncio.Server:
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = asyncio.current_task()
-            assert connection is not None
-            self._connections.add(connection)
-            try:
-                await self._connect(service, port, reader, writer)
-            finally:
-                self._connections.discard(connection)
-
-        return await asyncio.start_server(connected, self._address(service), port["port"])
+    async def _listen(self, service: Object, port: Object) -> TcpServer:
+        serve = partial(self._connect, service, port)
+        return await self._exits.enter_async_context(TcpServer(serve, (self._address(service), port["port"])))
 
     async def _connect(
         self, service: Object, port: Object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """To any pod that is ready now, for as long as either end likes. With none the connection is refused."""
         ready = self._ready(service)
-        try:
-            if not ready:
-                return
-            pod = random.choice(ready)
-            upstream = await asyncio.open_connection(pod["status"]["podIP"], container_port(pod, port["targetPort"]))
-            try:
-                await asyncio.gather(_pump(reader, upstream[1]), _pump(upstream[0], writer))
-            finally:
-                upstream[1].close()
-        except OSError:
+        if not ready:
             return
+        pod = random.choice(ready)
+        upstream = await asyncio.open_connection(pod["status"]["podIP"], container_port(pod, port["targetPort"]))
+        try:
+            await asyncio.gather(_pump(reader, upstream[1]), _pump(upstream[0], writer))
         finally:
-            writer.close()
+            upstream[1].close()
 
     def _ready(self, service: Object) -> list[Object]:
         metadata = service["metadata"]

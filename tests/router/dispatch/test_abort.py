@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import random
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.failing import deaf_client
 from tests.router.rig import Rig, request_of, slow
+from tests.tcp import proxy
 from tests.waiting import until
 
 
@@ -56,7 +57,7 @@ async def test_a_lost_connection_is_a_cancel(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow())
     async with (
         run(decode=[decode]) as rig,
-        _Wire(rig.app.address) as wire,
+        proxy(rig.app.address) as wire,
         grpc.aio.insecure_channel(wire.address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -269,40 +270,6 @@ async def test_a_client_that_does_not_read_is_ended(run: Run, caplog: pytest.Log
         assert rig.app.service.metrics.ended == {"resource_exhausted": 1}
         (ended,) = (record for record in caplog.records if record.__dict__.get("event") == "failed")
         assert ended.__dict__["fields"]["error"] == "RESOURCE_EXHAUSTED: client too slow: a message waited 0.3 s"
-
-
-class _Wire:
-    """A TCP connection that a test can cut."""
-
-    def __init__(self, target: str) -> None:
-        self._host, _, self._port = target.rpartition(":")
-        self._writers: list[asyncio.StreamWriter] = []
-        self._pumps: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.cut()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    def cut(self) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
-        self._writers += [writer, far_writer]
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._pumps.add(asyncio.create_task(self._pump(source, sink)))
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            sink.write(data)
-            await sink.drain()
 
 
 async def _stuck(fake: FakeInstance) -> None:

@@ -15,6 +15,7 @@ from serving.interceptor import Context
 from serving.server import Server, ServerSettings
 from tandem import AsyncClient, TandemError
 from tandem.client.errors import from_rpc
+from tests.tcp import TcpServer
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 
@@ -71,19 +72,18 @@ async def test_violations_retry_delay_and_limits_reach_the_client() -> None:
 
 async def test_a_port_of_http_is_named_as_such() -> None:
     """`tandem up` prints the address of the OpenAI API too."""
-    server = await asyncio.start_server(_answer_http, "127.0.0.1", 0)
-    address = "{}:{}".format(*server.sockets[0].getsockname())
-    async with server, AsyncClient(address) as client:
+    async with TcpServer(_answer_http) as server, AsyncClient(server.address) as client:
         error = await failure(client.model_info())
     assert error.status == "UNIMPLEMENTED"
-    assert error.message.startswith(f"the server at {address} speaks HTTP/1, as a router's OpenAI API does: give")
+    assert error.message.startswith(
+        f"the server at {server.address} speaks HTTP/1, as a router's OpenAI API does: give"
+    )
 
 
 async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
     await writer.drain()
     await reader.read()
-    writer.close()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tests.router.pools.owned import Owned, owned
 from tests.router.rig import running
 from tests.tandem.client.test_channel import frozen_server, notice_soon
 from tests.tandem.commands.background import Background
+from tests.tcp import TcpServer
 from tests.waiting import until
 
 
@@ -199,14 +200,12 @@ async def test_metrics_of_this_machine_are_read_without_the_proxy(monkeypatch: p
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
-        writer.close()
 
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        metrics = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        app = TopApp("127.0.0.1:1", PLAINTEXT, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=metrics)
+    async with TcpServer(answer) as server:
+        app = TopApp("127.0.0.1:1", PLAINTEXT, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=server.address)
         async with app.run_test(size=(110, 32)):
             await until(lambda: str(app.latency_line.content))
             assert "last minute" in str(app.latency_line.content)

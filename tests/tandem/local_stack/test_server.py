@@ -21,6 +21,7 @@ from tandem.local_stack.supervisor import StackFailed
 from tandem.local_stack.topology import Topology
 from tests.grpc_calls import blocking_stub
 from tests.tandem.local_stack.test_desired_state import make_state, names
+from tests.tcp import TcpServer
 
 TIMEOUT_S = 20.0
 
@@ -58,17 +59,16 @@ async def test_a_link_that_is_closed_ends_its_calls_with_an_error_and_cancels_no
     async def never_answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connected.set()
         await silence.wait()
-        writer.close()
 
     async with asyncio.timeout(TIMEOUT_S):
-        async with await asyncio.start_unix_server(never_answer, short_folder / "stack.sock"):
-            link = StackLink(f"unix:{short_folder / 'stack.sock'}")
+        async with TcpServer(never_answer, short_folder / "stack.sock") as server:
+            link = StackLink(server.address)
             sizes = asyncio.ensure_future(link.sizes())
             await connected.wait()
             await link.close()
             with pytest.raises(ActuatorError, match="about to end"):
                 await sizes
-            link = StackLink(f"unix:{short_folder / 'stack.sock'}")
+            link = StackLink(server.address)
             cancelled = asyncio.ensure_future(link.sizes())
             await asyncio.sleep(0)
             cancelled.cancel()

@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.tcp import TcpServer
 
 VOCAB_SIZE = 400
 MAX_MODEL_LEN = 4096
@@ -145,39 +146,26 @@ class FakeOpenAI(_Server):
     tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> Self:
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self.tls)
-        self.url = f"http{'s' if self.tls else ''}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = TcpServer(self._serve, tls=self.tls)
+        await self._server.__aenter__()
+        self.url = f"http{'s' if self.tls else ''}://{self._server.address}"
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def __aexit__(self, *exception: object) -> None:
+        await self._server.__aexit__(*exception)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            lines = [line.partition(": ") for line in head.splitlines()[1:] if line]
-            self.headers = {name.lower(): value for name, _, value in lines}
-            body = json.loads(await reader.readexactly(int(self.headers.get("content-length", "0"))) or "{}")
-            if head.startswith("GET /v1/models "):
-                _respond(writer, 200, {"data": [{"id": "fake", "max_model_len": MAX_MODEL_LEN}]})
-            elif head.startswith("POST /v1/completions "):
-                await self._complete(body, reader, writer)
-            else:
-                _respond(writer, 404, {"error": "there is no such page"})
-            await writer.drain()
-        except ConnectionError:
-            return
-        finally:
-            writer.close()
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lines = [line.partition(": ") for line in head.splitlines()[1:] if line]
+        self.headers = {name.lower(): value for name, _, value in lines}
+        body = json.loads(await reader.readexactly(int(self.headers.get("content-length", "0"))) or "{}")
+        if head.startswith("GET /v1/models "):
+            _respond(writer, 200, {"data": [{"id": "fake", "max_model_len": MAX_MODEL_LEN}]})
+        elif head.startswith("POST /v1/completions "):
+            await self._complete(body, reader, writer)
+        else:
+            _respond(writer, 404, {"error": "there is no such page"})
+        await writer.drain()
 
     async def _complete(self, body: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         behaviour = self._begin(body["prompt"], str(writer.get_extra_info("peername")))

@@ -13,6 +13,7 @@ from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
 from tandem.bench.serve.load import run_load
 from tandem.bench.serve.openai_endpoint import OpenAIEndpoint
 from tests.tandem.bench.serve.fake_servers import Behaviour, FakeOpenAI, FakeTandem
+from tests.tcp import TcpServer
 
 REQUEST = PlannedRequest(0.0, (11, 12, 13), 6)
 BOTH = pytest.mark.parametrize("kind", ["grpc", "openai"])
@@ -220,10 +221,9 @@ async def answering(body: bytes) -> AsyncIterator[OpenAIEndpoint]:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
         await writer.drain()
-        writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        endpoint = OpenAIEndpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/")
+    async with TcpServer(serve) as server:
+        endpoint = OpenAIEndpoint(f"http://{server.address}/v1/")
         yield endpoint
         await endpoint.close()
 
