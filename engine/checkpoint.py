@@ -19,7 +19,7 @@ _DEMO = Path(__file__).parent.parent / "tandem/demo/model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 """The files of a checkpoint. Pickled weights (*.bin, *.pt) are never fetched or loaded."""
-_NOT_NEEDED = ["consolidated*", "[!a]*/*", "a[!d]*/*"]
+_NOT_NEEDED = ["consolidated*", "[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "add[!i]*/*"]
 """Among them: the same weights once more, in another form, and subfolders but for additional_chat_templates."""
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '

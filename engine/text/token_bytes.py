@@ -224,7 +224,7 @@ def _kind(decoder: Any) -> tuple[Kind, int] | None:
 
 def _may_drop_text(spec: dict[str, Any]) -> bool:
     """Whether the tokenizer may drop part of a text, so that there is no bound."""
-    if spec["model"]["type"] not in ("BPE", "Unigram"):
+    if spec["model"].get("type") not in ("BPE", "Unigram"):
         return True
     for step in _steps(spec["normalizer"]):
         if step["type"] not in _KEEPING_NORMALIZERS or (step["type"] == "Replace" and step != _SPACE_TO_PIECE):

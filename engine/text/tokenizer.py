@@ -296,7 +296,7 @@ def _pair(merge: str | Sequence[str]) -> Sequence[str]:
 
 def _parts(model: Mapping[str, Any]) -> set[str]:
     """The pieces of which BPE makes others: single characters, and what merges join."""
-    if model["type"] != "BPE":
+    if "merges" not in model:
         return set()
     parts = {piece for merge in model["merges"] for piece in _pair(merge)}
     return parts.union(piece for piece in model["vocab"] if len(piece) == 1)

@@ -182,7 +182,8 @@ class StoreConnector(TransferConnector):
         super()._apply(result, now)
 
     def _inspect_successors(self, op: LoadOp) -> None:
-        """Once per load, one page at a time, so that other requests' reads do not wait long."""
+        """Once per load, one page at a time, so that other requests' reads do not wait long; as long as the store
+        works."""
         load = op.owner
         if load.inspected:
             return
@@ -190,8 +191,8 @@ class StoreConnector(TransferConnector):
         names = iter(load.pages[op.block_index + 1 : load.num_full_blocks])
 
         def inspect_next() -> None:
-            if not self._threads.is_ending and (name := next(names, None)) is not None:
-                self._io.inspect(name)
+            name = None if self._threads.is_ending else next(names, None)
+            if name is not None and self._io.inspect(name):
                 self._threads.submit(inspect_next)
 
         self._threads.submit(inspect_next)

@@ -291,7 +291,7 @@ class Sweeper:
         self._lock = threading.Lock()
         self._num_bytes = 0
         self._is_full = False
-        """The last write found no room on the disk, and nothing has been removed since."""
+        """A write has found no room on the disk since the last scan."""
         self._has_warned = False
         self._due = threading.Event()
         self._stopping = threading.Event()
@@ -341,8 +341,7 @@ class Sweeper:
         num_bytes = self._evict(kept, found_bytes, is_full=is_full)
         with self._lock:
             self._num_bytes += num_bytes - written_before
-            if num_bytes < found_bytes:
-                self._is_full = False  # failures since are no reason to remove more
+            self._is_full = False  # failures since are no reason to remove more; if it still is, the next write says so
         return num_bytes <= self._capacity_bytes and not is_full
 
     def _is_left_over(self, file: _File, now_ns: int | None) -> bool:

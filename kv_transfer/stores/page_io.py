@@ -106,7 +106,7 @@ class PageIO:
             num_bytes = self._save(op, is_trial=was_open) if isinstance(op, SaveOp) else self._load(op)
         except (PageError, BadValue) as error:
             breaker.record(ok=not isinstance(error, UnreadableValue))  # else the store works, and the page does not
-            if not breaker.is_open:
+            if was_open or not breaker.is_open:  # of several that cannot be read in a row, one for each trial
                 self.delete(op.name.key)
             return OpResult(op, DAMAGED + error.reason, duration_s=time.perf_counter() - started)
         except Exception as error:
@@ -119,14 +119,18 @@ class PageIO:
         failure = None if num_bytes is not None else SKIPPED if isinstance(op, SaveOp) else "missing"
         return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
 
-    def inspect(self, name: PageName) -> None:
-        """Verify one page, and remove it if it is damaged."""
+    def inspect(self, name: PageName) -> bool:
+        """Verify one page, and remove it if it is damaged. Whether the store works, as far as this one shows."""
         try:
             self._read(name, bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes))
-        except (PageError, BadValue):
+        except (PageError, BadValue) as error:
+            if isinstance(error, UnreadableValue):
+                return False
             self.delete(name.key)
         except Exception as error:
             _log.debug("could not inspect a page: %s", _reason(error))
+            return False
+        return True
 
     def delete(self, key: PageKey) -> None:
         """Remove a page. Retried while the store is busy, not while it accepts no writes."""

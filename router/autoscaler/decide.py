@@ -283,7 +283,7 @@ def balance(
     present = before if num_present is None else num_present
     if _is_allowed(before, decided, present, num_ending, settings):
         return prefill, decode
-    if _is_within_max_instances(present, decided, num_ending, settings):
+    if _is_within_max_instances(before, decided, present, num_ending, settings):
         lowest, highest = settings.ratios
         hold: Hold = "ratio"
         why = f"the ratio of prefill to decode must stay within {lowest:g}..{highest:g}"
@@ -301,14 +301,20 @@ def _between(decision: ScaleDecision) -> range:
 
 def _is_allowed(before: Sizes, sizes: Sizes, present: Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
     """Whether the ratio is within its bounds, or not farther from them than now, and the sum within max_instances."""
-    is_in_ratio = _off_ratio(settings, sizes) <= _off_ratio(settings, before)
-    return is_in_ratio and _is_within_max_instances(present, sizes, num_ending, settings)
+    off_now = min(_off_ratio(settings, before), _off_ratio(settings, present))
+    is_in_ratio = _off_ratio(settings, sizes) <= off_now
+    return is_in_ratio and _is_within_max_instances(before, sizes, present, num_ending, settings)
 
 
-def _is_within_max_instances(present: Sizes, sizes: Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
-    """Whether a pool that grows finds room beside all present processes; a pool that does not grow needs none."""
-    if settings.max_instances is None or (sizes[0] <= present[0] and sizes[1] <= present[1]):
+def _is_within_max_instances(
+    before: Sizes, sizes: Sizes, present: Sizes, num_ending: int, settings: AutoscalerSettings
+) -> bool:
+    """Whether a pool that grows finds room beside all present processes; a pool that does not grow needs none. Nor do
+    those that start already, though those of a rollout are no reason to keep more than max_instances."""
+    if settings.max_instances is None or (sizes[0] <= before[0] and sizes[1] <= before[1]):
         return True
+    if sizes[0] <= present[0] and sizes[1] <= present[1]:
+        return sum(sizes) <= settings.max_instances
     return max(sizes[0], present[0]) + max(sizes[1], present[1]) + num_ending <= settings.max_instances
 
 

@@ -93,8 +93,8 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if problem := _path_problem(path):
-            self.fail(f"{str(path)!r}: {problem}", param, ctx)
+        if problem := _path_problem(value):
+            self.fail(f"{str(value)!r}: {problem}", param, ctx)
         made = Path(os.path.realpath(path)) if os.path.islink(path) else path
         if not os.path.exists(path) and not (os.path.isdir(made.parent) and os.access(made.parent, os.W_OK)):
             self.fail(f"{str(path)!r}: there is no folder {made.parent} that can be written", param, ctx)
@@ -109,18 +109,20 @@ class OutputFolder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if problem := _path_problem(path):
-            self.fail(f"{str(path)!r}: {problem}", param, ctx)
+        if problem := _path_problem(value):
+            self.fail(f"{str(value)!r}: {problem}", param, ctx)
         there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
         if not os.path.isdir(there) or not os.access(there, os.W_OK):
             self.fail(f"{str(path)!r}: {there} is no folder that can be written", param, ctx)
         return path
 
 
-def _path_problem(path: Path) -> str | None:
-    """Why nothing can have this path: a name is too long, or links form a loop."""
+def _path_problem(given: str | os.PathLike[str]) -> str | None:
+    """Why nothing can have this path: it is empty, a name is too long, or links form a loop."""
+    if not os.fspath(given):
+        return "it is empty"
     try:
-        os.stat(path)
+        os.stat(given)
     except OSError as error:
         return error.strerror if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
     return None

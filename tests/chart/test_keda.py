@@ -82,6 +82,10 @@ def test_with_tls_keda_calls_a_name_of_the_certificate() -> None:
     ("values", "message"),
     [
         ({"autoscaling": {"keda": {"enabled": True}}}, "set it to external"),
+        (
+            {"autoscaling": {"keda": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 15}}}}},
+            "stabilizationWindowSeconds",
+        ),
         ({"autoscaling": {"mode": "builtin", "decode": {"minReplicas": 0}}}, "0 needs autoscaling.keda.enabled"),
         (
             {

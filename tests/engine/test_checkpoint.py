@@ -12,7 +12,11 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from engine.checkpoint import ModelNotFound, resolve
 
 SHARD = "model-00001-of-00002.safetensors"
-IN_REPOSITORY = ["config.json", SHARD, "consolidated.safetensors", "original/params.json", "pytorch_model.bin"]
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+IN_REPOSITORY = [
+    "config.json", SHARD, TEMPLATE, "adapter/adapter_model.safetensors", "advanced/config.json",
+    "consolidated.safetensors", "original/params.json", "pytorch_model.bin",
+]  # fmt: skip
 
 
 def test_a_local_folder_needs_no_network(tmp_path: Path) -> None:
@@ -58,7 +62,7 @@ def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.Monk
         ) -> str:
             requested.append((name, revision, allow_patterns))
             found = filter_repo_objects(IN_REPOSITORY, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-            assert list(found) == ["config.json", SHARD]
+            assert list(found) == ["config.json", SHARD, TEMPLATE]
             return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)

@@ -49,6 +49,8 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("bench", "serve", "--plots", "/dev/null/p"), "'/dev/null/p': /dev/null is no folder that can be written"),
         (("bench", "serve", "--json", f"{__file__}/j"), f"there is no folder {__file__} that can be written"),
         (("bench", "serve", "--json", "/dev/null/a/j"), "there is no folder /dev/null/a that can be written"),
+        (("bench", "serve", "--json", ""), "'': it is empty"),
+        (("bench", "serve", "--plots", ""), "'': it is empty"),
         (("bench", "serve", "--json", "j" * 256), "File name too long"),
         (("bench", "serve", "--plots", "p" * 256), "File name too long"),
         (("bench", "latency", "--json", "/nowhere/j"), "there is no folder /nowhere that can be written"),

@@ -98,7 +98,7 @@
     {{- range list "*.json" "*.jinja" "tokenizer.model" "merges.txt" "vocab.txt" }}
     - --include={{ . }}
     {{- end }}
-    {{- range list "consolidated*" "[!a]*/*" "a[!d]*/*" }}
+    {{- range list "consolidated*" "[!a]*/*" "a[!d]*/*" "ad[!d]*/*" "add[!i]*/*" }}
     - --exclude={{ . }}
     {{- end }}
     {{- if ne .component "router" }}

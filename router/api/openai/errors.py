@@ -96,8 +96,9 @@ def headers_of(error: ServiceError) -> dict[str, str]:
 def invalid_body(error: ValidationError) -> ServiceError:
     """The first of pydantic's errors as an InvalidArgument."""
     first = error.errors(include_url=False, include_context=False)[0]
-    # messages[0].role of ("messages", 0, "role")
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    # tools[0].name of ("tools", 0, "<function>", "name"): the angle brackets are those of a union's tag
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+    field = "".join(part for part in parts if not part.startswith(".<")).removeprefix(".")
     if first["type"] == "json_invalid":
         return invalid_argument("body", first["msg"], "a JSON object")
     if first["type"] == "missing":

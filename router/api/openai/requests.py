@@ -396,6 +396,7 @@ def template_variables_on_wire(variables: dict[str, Any]) -> str:
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class ChatBody(RequestBody):
@@ -420,6 +421,7 @@ class ChatBody(RequestBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """vLLM's: the template's own switches, such as enable_thinking."""
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
     tools: list[Tool] = Field([])
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | NamedTool | ChosenTools, BeforeValidator(_tool_choice)
@@ -467,8 +469,12 @@ class ChatBody(RequestBody):
     def _template_variables(self) -> dict[str, Any]:
         """Templates that think read enable_thinking, others reasoning_effort, which knows no max."""
         effort = "xhigh" if self.reasoning_effort == "max" else self.reasoning_effort
-        switches: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        return {**switches, **({"enable_thinking": False} if effort == "none" else {}), **self.chat_template_kwargs}
+        switches = {
+            "reasoning_effort": effort,
+            "enable_thinking": False if effort == "none" else None,
+            "verbosity": self.verbosity,
+        }
+        return {name: value for name, value in switches.items() if value is not None} | self.chat_template_kwargs
 
 
 class FrontBody(Body):

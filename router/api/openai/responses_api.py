@@ -7,33 +7,24 @@ An item of reasoning, a message or a function call is one block of the answer (b
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
 from router.api.openai.exchange import Exchange
-from router.api.openai.requests import FrontBody, Int64, ReasoningEffort
+from router.api.openai.requests import FrontBody, Int64, ReasoningEffort, Verbosity
 from router.api.openai.responses import TokenTexts, candidates_of, chat_logprobs
+from router.api.openai.responses_tools import ResponsesTool, ToolChoice, ToolName
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from serving.errors import invalid_argument
-
-
-class FunctionTool(StrictModel):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Literal[False] | None = None
 
 
 class TextFormat(StrictModel):
@@ -46,7 +37,7 @@ class TextFormat(StrictModel):
 
 class TextOptions(StrictModel):
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(StrictModel):
@@ -58,42 +49,7 @@ class ReasoningOptions(StrictModel):
 
 
 _PARTS = ("input_text", "output_text", "text", "refusal")
-_TOOL_CHOICE_FORMS = (
-    'auto, none, required, {"type": "function", "name": "one of tools"}, '
-    'or {"type": "allowed_tools", "mode": "auto", "tools": [some of tools]}'
-)
 _LOGPROBS = "message.output_text.logprobs"
-
-
-class ChosenFunction(StrictModel):
-    type: Literal["function"]
-    name: str = Field(min_length=1)
-
-    def in_chat(self) -> dict[str, Any]:
-        """The tool choice of a chat."""
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class ChosenFunctions(StrictModel):
-    """Some of the tools."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[ChosenFunction] = Field(min_length=1)
-
-    def in_chat(self) -> dict[str, Any]:
-        """The tool choice of a chat."""
-        allowed = {"mode": self.mode, "tools": [tool.in_chat() for tool in self.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-
-
-def _tool_choice(value: Any) -> Any:
-    if value in ("auto", "none", "required"):
-        return value
-    with contextlib.suppress(ValidationError):
-        form = ChosenFunctions if isinstance(value, dict) and "tools" in value else ChosenFunction
-        return form.model_validate(value)
-    raise invalid_argument("tool_choice", f"{shown(value)} is not supported", _TOOL_CHOICE_FORMS)
 
 
 def _items(value: Any) -> Any:
@@ -122,10 +78,8 @@ class ResponsesRequest(FrontBody):
     max_output_tokens: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Annotated[
-        Literal["auto", "none", "required"] | ChosenFunction | ChosenFunctions, BeforeValidator(_tool_choice)
-    ] = "auto"
+    tools: list[ResponsesTool] = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -162,10 +116,11 @@ class ResponsesRequest(FrontBody):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [_function(tool) for tool in self.tools],
+            "tools": [function for tool in self.tools for function in tool.in_chat()],
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.in_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
             "prompt_cache_key": self.prompt_cache_key,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs,
@@ -183,10 +138,6 @@ class ResponsesRequest(FrontBody):
         return [message for message in messages if set(message) != {"role", "reasoning_content"}]
 
 
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type", "defer_loading"})}
-
-
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) -> None:
     """Adds an item to the messages; reasoning, text and calls of one answer become one message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -198,7 +149,10 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
             else:
                 messages.append(message)
         case "function_call":
-            function = {"name": text_member(item, "name", field), "arguments": text_member(item, "arguments", field)}
+            name = ToolName(
+                text_member({"namespace": "", **item}, "namespace", field), text_member(item, "name", field)
+            )
+            function = {"name": name.in_chat(), "arguments": text_member(item, "arguments", field)}
             call = {"id": text_member(item, "call_id", field), "function": function}
             if last is None:
                 messages.append(last := {"role": "assistant"})
@@ -237,6 +191,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     def __init__(self, exchange: Exchange, body: ResponsesRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(exchange, body, model)
         self._texts = texts
+        self._tool_names = {name.in_chat(): name for tool in body.tools for name in tool.names()}
         self._logprobs: list[dict[str, Any]] = []
         """Of the tokens since the last part of a block; those of the part while it is sent."""
         self._id = f"resp_{exchange.request_id}"
@@ -294,7 +249,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     async def _send_close(self, block: Block) -> None:
         done = f"response.{_EVENTS[block.kind]}.done"
         if block.kind == "call":
-            await self._send(done, **self._place(block), arguments=block.text, name=block.name)
+            await self._send(done, **self._place(block), arguments=block.text, name=self._tool_name(block).name)
         else:
             more: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
             await self._send(done, **self._place(block), text=block.text, **more)
@@ -317,13 +272,19 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         status = status or ("incomplete" if is_cut else "completed")
         item_id = self._item_id(block)
         if block.kind == "call":
-            named = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"type": "function_call", "id": item_id, **named, "status": status}
+            namespace, name = self._tool_name(block)
+            within = {"namespace": namespace} if namespace else {}
+            called = {"call_id": block.call_id, "name": name, **within, "arguments": block.text}
+            return {"type": "function_call", "id": item_id, **called, "status": status}
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}]
             return {"type": "reasoning", "id": item_id, "summary": [], "content": content}
         message = {"role": "assistant", "status": status, "content": [self._text_part(block)]}
         return {"type": "message", "id": item_id, **message}
+
+    def _tool_name(self, block: Block) -> ToolName:
+        """The model may call what is not among the tools."""
+        return self._tool_names.get(block.name, ToolName("", block.name))
 
     def _text_part(self, block: Block) -> dict[str, Any]:
         more = {"logprobs": block.logprobs} if self._body.has_logprobs else {}
@@ -351,8 +312,8 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             "store": False,
             "temperature": body.temperature,
             "text": {"format": {"type": form.type, **schema}},
-            "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            "tools": [tool.model_dump(exclude={"defer_loading"}) for tool in body.tools],
+            "tool_choice": body.model_dump(include={"tool_choice"}, exclude_unset=True).get("tool_choice", "auto"),
+            "tools": [tool.model_dump() for tool in body.tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation,

@@ -74,6 +74,17 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, backend: Any, c
     assert ours.encode_chat(messages) == theirs.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    ("backend", "config"), [(byte_level_backend, BYTE_LEVEL_CONFIG), (byte_fallback_backend, BYTE_FALLBACK_CONFIG)]
+)
+def test_a_file_may_leave_out_which_model_it_is(backend: Any, config: dict[str, Any]) -> None:
+    spec = json.loads(backend().to_str())
+    del spec["model"]["type"]
+    tokenizer = Tokenizer(json.dumps(spec), config, {})
+    ids = backend().encode(CORPUS[0], add_special_tokens=False).ids
+    assert tokenizer.encode(CORPUS[0], add_special_tokens=False) == ids
+
+
 def test_a_trainers_truncation_does_not_cut_prompts() -> None:
     backend = byte_level_backend()
     backend.enable_truncation(4)

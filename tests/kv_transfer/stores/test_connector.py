@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,27 @@ def test_shutdown_waits_for_saves_and_removes_what_is_private(folder: SharedStor
     assert len(files_below(folder.path)) == NUM_PAGES
     prefill.connector.shutdown()
     assert len(files_below(folder.path)) == NUM_FULL
+
+
+def test_a_disk_that_cannot_be_read_loses_no_chain_of_pages(
+    folder: SharedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = Core(folder), Core(folder)
+    request, reader = writer_of(), reader_of()
+    prefill.prefill(request)
+    num_written, num_reads = len(files_below(folder.path)), 0
+
+    def read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", read)
+    decode.reserve(reader)
+    decode.complete(reader)
+    for _ in range(2 * NUM_PAGES):  # an inspection submits the next one
+        done = threading.Event()
+        decode.connector._threads.submit(done.set)
+        assert done.wait(60)
+    assert num_reads > 3
+    assert len(files_below(folder.path)) == num_written - 2, "two could have been bad sectors"

@@ -64,23 +64,23 @@ class _OverwrittenPages:
     """A block is written to right after it was copied; before that, or later, its transfer is cancelled."""
 
     def __init__(self, layer: torch.Tensor, transfer: ProducedTransfer, *, before_the_copy_ends: bool) -> None:
-        self._pages: PageMemory = make_page_memory([layer])
+        self.pages: PageMemory = make_page_memory([layer])
         self._layer = layer
         self._transfer = transfer
         self._before = before_the_copy_ends
 
     def page_out(self, block_id: int) -> memoryview:
-        page = self._pages.page_out(block_id)
+        page = self.pages.page_out(block_id)
         if self._before:
             self._transfer.cancelled = True
         self._layer[block_id] = 7
         return page
 
     def page_in(self, block_id: int) -> memoryview:
-        return self._pages.page_in(block_id)
+        return self.pages.page_in(block_id)
 
     def commit(self, block_id: int, page: memoryview) -> None:
-        self._pages.commit(block_id, page)
+        self.pages.commit(block_id, page)
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
@@ -119,10 +119,10 @@ class _StoreUser:
     def __init__(self, store: MemoryStore, *, retry_s: float) -> None:
         self.breaker = CircuitBreaker(max_failures=3, retry_s=retry_s)
         memory = make_page_memory([torch.zeros((2, *LAYOUT.page_shape))])
-        self._io = PageIO(store, memory, None, bytes(16), self.breaker, CircuitBreaker())
+        self.io = PageIO(store, memory, None, bytes(16), self.breaker, CircuitBreaker(retry_s=retry_s))
         naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
         hashes = naming.block_hashes(prompt)
-        self._pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
+        self.pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
         self.writer = self._writer()
 
     def _writer(self) -> ProducedTransfer:
@@ -131,14 +131,14 @@ class _StoreUser:
     def save(self, number: int) -> str | None:
         """Returns why it failed."""
         self.writer = self._writer()
-        return self._io.execute(SaveOp(0, 1, self._pages[number], self.writer)).failure
+        return self.io.execute(SaveOp(0, 1, self.pages[number], self.writer)).failure
 
     def load(self, number: int) -> str | None:
         owner = Load(
             "reader", "transfer", num_tokens=LAYOUT.block_size, block_size=LAYOUT.block_size, num_full_blocks=1,
-            num_local_blocks=0, pages=self._pages, block_ids=(1,), is_lookup=True, num_started=0,
+            num_local_blocks=0, pages=self.pages, block_ids=(1,), is_lookup=True, num_started=0,
         )  # fmt: skip
-        return self._io.execute(LoadOp(0, 1, self._pages[number], owner)).failure
+        return self.io.execute(LoadOp(0, 1, self.pages[number], owner)).failure
 
 
 def test_a_full_store_is_read_and_not_written() -> None:
@@ -182,6 +182,24 @@ def test_pages_that_cannot_be_read_one_after_the_other_are_kept_and_not_tried() 
     assert [user.save(number) for number in range(6)] == 6 * [None]
     assert [user.load(number) for number in range(6)] == 3 * ["page_unreadable"] + 3 * [STORE_DOWN]
     assert len(store.values) == 4, "two could have been bad sectors"
+
+
+def test_an_inspection_removes_no_page_that_cannot_be_read() -> None:
+    store = _LostMedium()
+    user = _StoreUser(store, retry_s=60.0)
+    assert user.save(0) is None
+    assert not user.io.inspect(user.pages[0])
+    assert store.values
+
+
+def test_a_bad_sector_that_opened_the_breaker_is_removed_by_the_next_try() -> None:
+    store = _LostMedium()
+    user = _StoreUser(store, retry_s=0.0)
+    assert [user.save(number) for number in range(3)] == 3 * [None]
+    assert [user.load(number) for number in (1, 2, 0)] == 3 * ["page_unreadable"]
+    assert len(store.values) == 1
+    assert user.load(0) == "page_unreadable"
+    assert not store.values
 
 
 class _StoreOfCancelledSaves(_FullStore):

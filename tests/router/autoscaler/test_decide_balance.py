@@ -58,6 +58,17 @@ def test_processes_that_start_take_places_and_are_no_reason_to_hold_what_is_orde
     assert sizes(balance(*wanted, 1, settings, (1, 4))) == (1, 4)
 
 
+def test_the_additional_process_of_a_rollout_is_kept_by_no_order() -> None:
+    settings = settings_of(max_instances=8)
+    assert sizes(balance(wants("prefill", 4, 4), wants("decode", 4, 5), 0, settings, (4, 5))) == (4, 4)
+    assert sizes(balance(wants("prefill", 4, 4), wants("decode", 3, 4), 1, settings, (4, 4))) == (4, 4)
+
+
+def test_a_process_that_a_rollout_has_just_replaced_counts_in_the_ratio() -> None:
+    settings = settings_of(max_ratio=1.0)
+    assert sizes(balance(wants("prefill", 4, 5), wants("decode", 3, 4), 1, settings, (4, 4))) == (4, 4)
+
+
 def test_a_drifting_ratio_of_prefill_to_decode_is_stopped_at_its_bounds() -> None:
     settings = settings_of(min_ratio=0.5, max_ratio=2.0)
     assert sizes(balanced((2, 4), (1, 1), settings)) == (2, 1)

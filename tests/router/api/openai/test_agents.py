@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ CODEX: dict[str, Any] = {
     "client_metadata": {"x-codex-installation-id": "u"},
     "access_programs": {"cyber": "standard"},
     "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+    "tools": [{"type": "web_search", "external_web_access": False, "search_content_types": ["text"]}],
 }
 
 
@@ -74,6 +76,33 @@ async def test_codexs_options_are_ignored(run_http: RunHttp) -> None:
         assert await accepted(http, "/v1/chat/completions", messages=[USER], **cache)
 
 
+@pytest.mark.parametrize("namespace", ["mcp", "mcp__"])
+async def test_functions_of_a_namespace_are_called_by_both_names(
+    run_http: RunHttp, model: ServedModel, namespace: str
+) -> None:
+    """Codex sends the tools of an MCP server so."""
+    weather = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+    tools = [{"type": "namespace", "name": namespace, "description": "Of one server.", "tools": [weather]}, weather]
+    calls = [{"name": name, "arguments": {"city": "Oslo"}} for name in ("mcp__get_weather", "get_weather", "other")]
+    text = "".join(f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    async with run_http(**writing(text)) as http:
+        response = await accepted(http, "/v1/responses", input="How is it?", tools=tools)
+        called = [(call.get("namespace"), call["name"]) for call in response["output"]]
+        assert called == [(namespace, "get_weather"), (None, "get_weather"), (None, "other")]
+        results = [
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "x"} for call in response["output"]
+        ]
+        again = await accepted(http, "/v1/responses", input=[*response["output"], *results], tools=tools)
+        assert [tool["type"] for tool in again["tools"]] == ["namespace", "function"]
+        assert model.tokenizer is not None
+        prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
+        assert [call["name"] for call in calls] == re.findall(r'"name": "(\w+)", "arguments"', prompt)
+        chosen = {"type": "function", "namespace": namespace, "name": "get_weather"}
+        choice = (await accepted(http, "/v1/responses", input="x", tools=tools, tool_choice=chosen))["tool_choice"]
+        assert choice == chosen
+        assert "mcp__get_weather" in sent(http).sampling.structural_tag
+
+
 async def test_a_parsed_answer_can_be_sent_back(run_http: RunHttp, model: ServedModel) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
     async with run_http(**writing(TEXT)) as http:
@@ -89,6 +118,18 @@ async def test_a_parsed_answer_can_be_sent_back(run_http: RunHttp, model: Served
             assert model.tokenizer is not None
             prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
             assert f'assistant: Let me see.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS[0]}}}' in prompt
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [USER], "verbosity": "low"}),
+        (ResponsesRequest, {"input": "x", "text": {"verbosity": "low"}}),
+    ],
+)
+def test_a_template_may_read_the_verbosity(kind: type[Body], body: dict[str, Any]) -> None:
+    [request] = kind.model_validate(body).requests("r")
+    assert json.loads(request.chat.template_variables) == {"verbosity": "low"}
 
 
 @pytest.mark.parametrize(

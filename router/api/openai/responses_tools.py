@@ -1,0 +1,134 @@
+"""Tools in OpenAI's Responses API, and as those of a chat.
+
+A chat has functions alone. Those of a namespace are the functions `namespace__name` there; calls have both parts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+
+from engine.errors import shown
+from router.api.openai.strict_model import StrictModel
+from serving.errors import invalid_argument
+
+_TOOL_CHOICE_FORMS = (
+    'auto, none, required, {"type": "function", "name": "one of tools"}, '
+    'or {"type": "allowed_tools", "mode": "auto", "tools": [some of tools]}'
+)
+
+
+class ToolName(NamedTuple):
+    """A function of a namespace, or of none, ""."""
+
+    namespace: str
+    name: str
+
+    def in_chat(self) -> str:
+        return f"{self.namespace.removesuffix('__')}__{self.name}" if self.namespace else self.name
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+    def names(self) -> Iterator[ToolName]:
+        yield ToolName("", self.name)
+
+    def in_chat(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "function", "function": self.model_dump(exclude={"type", "defer_loading"})}
+
+
+class NamespaceTool(StrictModel):
+    """Functions under a common name, such as those of one MCP server. The model does not see its description."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: list[FunctionTool]
+
+    def names(self) -> Iterator[ToolName]:
+        return (ToolName(self.name, tool.name) for tool in self.tools)
+
+    def in_chat(self) -> Iterator[dict[str, Any]]:
+        for name, tool in zip(self.names(), self.tools, strict=True):
+            yield from tool.model_copy(update={"name": name.in_chat()}).in_chat()
+
+
+class WebSearchTool(StrictModel):
+    """Runs on OpenAI's servers. The model does not see it; agents send it with every request."""
+
+    ignored: ClassVar = frozenset({
+        "external_web_access", "filters", "index_gated_web_access", "indexed_web_access", "search_content_types",
+        "search_context_size", "user_location",
+    })  # fmt: skip
+
+    type: Literal["web_search", "web_search_preview"]
+
+    def names(self) -> Iterator[ToolName]:
+        yield from ()
+
+    def in_chat(self) -> Iterator[dict[str, Any]]:
+        yield from ()
+
+
+_TYPES = ("function", "namespace", "web_search", "web_search_preview")
+
+
+def _class_of(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind not in _TYPES:
+        raise invalid_argument("tools", f"{shown(kind)} is no type of a supported tool", ", ".join(_TYPES))
+    return f"<{kind.removesuffix('_preview')}>"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[WebSearchTool, Tag("<web_search>")],
+    Discriminator(_class_of),
+]
+
+
+class ChosenFunction(StrictModel):
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    namespace: str = ""
+
+    def in_chat(self) -> dict[str, Any]:
+        """The tool choice of a chat."""
+        return {"type": "function", "function": {"name": ToolName(self.namespace, self.name).in_chat()}}
+
+
+class ChosenFunctions(StrictModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1)
+
+    def in_chat(self) -> dict[str, Any]:
+        """The tool choice of a chat."""
+        allowed = {"mode": self.mode, "tools": [tool.in_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("auto", "none", "required"):
+        return value
+    with contextlib.suppress(ValidationError):
+        form = ChosenFunctions if isinstance(value, dict) and "tools" in value else ChosenFunction
+        return form.model_validate(value)
+    raise invalid_argument("tool_choice", f"{shown(value)} is not supported", _TOOL_CHOICE_FORMS)
+
+
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | ChosenFunction | ChosenFunctions, BeforeValidator(_tool_choice)
+]
