@@ -49,6 +49,11 @@ class FileWatcher(Generic[T]):
                 self._reload()
             return self._content
 
+    def count_rejected(self) -> None:
+        """Counts a change that `read` accepts and that the caller cannot use."""
+        with self._lock:
+            self.num_rejected += 1
+
     def _reload(self) -> None:
         try:
             content = self._read()

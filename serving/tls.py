@@ -109,7 +109,7 @@ class TlsFiles(FileWatcher[TlsMaterial], Collector):
                 material.not_after.timestamp(),
             )
         yield counter("tandem_tls_reloads", "Changed TLS files now in use.", self.num_reloads)
-        rejected = "Changed TLS files rejected: half written, or not matching each other."
+        rejected = "Changed TLS files rejected: half written, not matching each other, or not supported by OpenSSL."
         yield counter("tandem_tls_refused_reloads", rejected, self.num_rejected)
 
     def _load(self) -> TlsMaterial:

@@ -34,7 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from router.api.openai.errors import HttpError, body_of
 from router.api.openai.exchange import REQUEST_ID_HEADER
 from serving.logging import valid_request_id
-from serving.settings import Address, Section, format_address, parse_address, setting
+from serving.settings import Address, Section, SettingsError, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
 _STOP_S = 1
@@ -71,14 +71,16 @@ class HttpTls:
     """TLS from the files of the gRPC port, which each handshake checks for changes. Used on the event loop."""
 
     def __init__(self, files: TlsFiles, *, require_client_cert: bool, client_names: tuple[str, ...]) -> None:
-        """`client_names`: one of them must be in a client's certificate; empty: any certificate of the CA."""
+        """`client_names`: one of them must be in a client's certificate; empty: any certificate of the CA.
+
+        Raises SettingsError for files that OpenSSL rejects, OSError where no temporary file can be written.
+        """
         self._files = files
         self._require = require_client_cert
         self._names = frozenset(client_names) if require_client_cert else frozenset()
         self._material = files.current()
-        self._current = self._new_context(self._material)
-        self.context = self._new_context(self._material)  # the listener's; each handshake switches to the current one
-        self.context.sni_callback = self._use_current
+        self._context = self._new_context(self._material)
+        self._rejected: TlsMaterial | None = None
 
     def admits(self, certificate: Mapping[str, Any] | None) -> bool:
         """Whether a client with this certificate, as `ssl` describes it, may connect."""
@@ -89,25 +91,51 @@ class HttpTls:
         names |= {value for part in described.get("subject", ()) for kind, value in part if kind == "commonName"}
         return not self._names.isdisjoint(names)
 
-    def _use_current(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def context(self) -> ssl.SSLContext:
+        """For a handshake that starts now: of the current files, or of the last ones that OpenSSL accepts.
+
+        Changed files have a new context, whose keys decrypt no session ticket of an earlier one. With the old keys a
+        client could resume a session whose CA has been removed: OpenSSL does not verify its certificate again.
+        """
         material = self._files.current()
         if material is not self._material:
-            self._material, self._current = material, self._new_context(material)
-        connection.context = self._current
+            try:
+                self._context, self._material = self._new_context(material), material
+            except Exception as error:  # of any type: no client could connect
+                self._report(material, error)
+        return self._context
+
+    def _report(self, material: TlsMaterial, error: Exception) -> None:
+        """Once for each change; each handshake tries again, because the disk may have been full."""
+        if material is not self._rejected:
+            self._rejected = material
+            self._files.count_rejected()
+            _log.warning("the HTTP port keeps the last usable TLS files: %s", error)
 
     def _new_context(self, material: TlsMaterial) -> ssl.SSLContext:
+        """Raises SettingsError for what OpenSSL rejects, OSError without a temporary file."""
         assert material.chain is not None, "the settings require a server certificate"
         assert material.key is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         # Not CERT_OPTIONAL: browsers prompt their user for a certificate that is requested.
         context.verify_mode = ssl.CERT_REQUIRED if self._require else ssl.CERT_NONE
-        context.load_verify_locations(cadata=material.ca.decode())
+        with _checked("tls.ca_file: OpenSSL rejects a certificate"):
+            context.load_verify_locations(cadata=material.ca.decode("ascii", "ignore"))  # others are in comments
         with tempfile.NamedTemporaryFile() as file:  # `ssl` reads these from files only; this one is 0600
             file.write(material.chain + b"\n" + material.key)
             file.flush()
-            context.load_cert_chain(file.name)
+            with _checked("tls.cert_file, key_file: OpenSSL rejects the certificate or its key"):
+                context.load_cert_chain(file.name)
         return context
+
+
+@contextlib.contextmanager
+def _checked(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise SettingsError(f"{problem}: {error.reason or error}") from None
 
 
 class _Config(uvicorn.Config):
@@ -133,7 +161,6 @@ class _Config(uvicorn.Config):
         self.write_timeout_s = write_timeout_s
         self.tls = tls
         self.load()
-        self.ssl = None if tls is None else tls.context
 
 
 class _Connection(H11Protocol):
@@ -245,7 +272,8 @@ class _Server(uvicorn.Server):
             await super().startup(sockets)
         else:  # asyncio's server would hand a connection over when its handshake is over, and count none before
             await super().startup(sockets=[])
-            self._accepting = [asyncio.create_task(self._accept(listener)) for listener in sockets or ()]
+            tls = self.config.tls
+            self._accepting = [asyncio.create_task(self._accept(listener, tls)) for listener in sockets or ()]
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -255,7 +283,7 @@ class _Server(uvicorn.Server):
         await asyncio.gather(*tasks, return_exceptions=True)  # the listener is closed next
         await super().shutdown(sockets)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket, tls: HttpTls) -> None:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         while True:
@@ -268,18 +296,18 @@ class _Server(uvicorn.Server):
             if len(self.server_state.connections) + len(self._handshakes) >= self.config.settings.max_connections:
                 connection.close()
                 continue
-            task = asyncio.create_task(self._shake_hands(connection))
+            task = asyncio.create_task(self._shake_hands(connection, tls.context()))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
+    async def _shake_hands(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         """From here on the connection belongs to its protocol, or is closed."""
         timeout_s = min(HANDSHAKE_TIMEOUT_S, self.config.settings.read_timeout_s)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._new_connection,
                 connection,
-                ssl=self.config.ssl,
+                ssl=context,
                 ssl_handshake_timeout=timeout_s,
                 ssl_shutdown_timeout=math.inf,  # _watch_client ends it
             )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import ssl
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,16 @@ import httpx
 import openai
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from router.api.openai.server import HttpServer, HttpSettings, HttpTls
-from tandem.local_stack.pki import StackCa
-from tests.certificates import HOSTS, Files, files_of
+from serving.settings import SettingsError
+from tandem.local_stack.pki import Issued, StackCa
+from tests.certificates import HOSTS, Files, files_of, replace
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.api.test_security import ALICE, BOB, salts, write_tokens
 from tests.router.rig import SHORT, TIMEOUT_S
@@ -120,6 +127,104 @@ async def serial(url: str, believed: Files) -> int:
         response = await client.get(url)
         shown = response.extensions["network_stream"].get_extra_info("ssl_object").getpeercert(binary_form=True)
         return x509.load_der_x509_certificate(shown).serial_number
+
+
+def _ask(url: str, context: ssl.SSLContext, session: ssl.SSLSession | None) -> tuple[bool, bool, ssl.SSLSession | None]:
+    """Whether a new connection is answered, whether it resumed `session`, and the session to resume next."""
+    host, port = url.removeprefix("https://").removesuffix("/").split(":")
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as raw:
+        try:
+            with context.wrap_socket(raw, server_hostname=host, session=session) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                is_answered = connection.recv(4096).startswith(b"HTTP/1.1 200")
+                return is_answered, bool(connection.session_reused), connection.session
+        except ssl.SSLCertVerificationError:
+            raise  # the client rejects the server
+        except (ssl.SSLError, ConnectionError):
+            return False, False, None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_no_session_is_resumed_of_a_ca_that_is_trusted_no_more(tmp_path: Path, version: ssl.TLSVersion) -> None:
+    old, new = StackCa("old"), StackCa("new")
+    files, client = issued(tmp_path / "router", "router", old), issued(tmp_path / "client", "client", old)
+    successor = files_of(tmp_path / "client", "successor", new, old)
+    context = ssl.create_default_context(cafile=str(client.ca))
+    context.minimum_version = context.maximum_version = version
+    context.load_cert_chain(client.certificate, client.key)
+    async with serving(HttpTls(files.tls(), require_client_cert=True, client_names=())) as url:
+        session = (await asyncio.to_thread(_ask, url, context, None))[2]
+        is_answered, is_resumed, session = await asyncio.to_thread(_ask, url, context, session)
+        assert is_answered
+        assert is_resumed, "sessions of the present CA are resumed"
+        replace(files.ca, new.certificate)
+        for session_or_none in (session, None):
+            assert not (await asyncio.to_thread(_ask, url, context, session_or_none))[0]
+        assert await hello(url, client, successor) == "hello"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+async def test_comments_of_a_ca_file_may_have_any_letters(tmp_path: Path, encoding: str) -> None:
+    authority = StackCa()
+    files = issued(tmp_path / "router", "router", authority)
+    friend = issued(tmp_path / "friend", "friend", authority)
+    watched = files.tls()
+    async with serving(HttpTls(watched, require_client_cert=True, client_names=())) as url:
+        replace(files.ca, "# gültig bis 2036 für alle\n".encode(encoding) + authority.certificate)
+        assert await hello(url, friend, friend) == "hello"
+        assert (watched.num_reloads, watched.num_rejected) == (1, 0)
+    async with serving(HttpTls(files.tls(), require_client_cert=True, client_names=())) as url:
+        assert await hello(url, friend, friend) == "hello"
+
+
+def _weak() -> Issued:
+    """A certificate of its own, with a key that is too small for OpenSSL."""
+    key, name, now = rsa.generate_private_key(65537, 1024), x509.Name([]), datetime.now(UTC)
+    serial, end = x509.random_serial_number(), now + timedelta(days=1)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), serial, now - timedelta(days=1), end)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(pem)
+    return Issued(certificate, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+
+
+async def test_files_that_openssl_rejects_leave_the_last_usable_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = StackCa()
+    files = issued(tmp_path / "router", "router", authority)
+    watched = files.tls()
+    async with serving(HttpTls(watched, require_client_cert=False, client_names=())) as url:
+        before = await serial(url, files)
+        for num_rejected in (1, 2):
+            files.replace(_weak())
+            for _ in range(3):
+                assert await serial(url, files) == before
+            warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+            assert len(warnings) == watched.num_rejected == num_rejected
+            assert (
+                "tls.cert_file, key_file: OpenSSL rejects the certificate or its key: EE_KEY_TOO_SMALL" in warnings[-1]
+            )
+        with pytest.raises(SettingsError, match=r"^tls\.cert_file, key_file: OpenSSL rejects .*TOO_SMALL"):
+            HttpTls(files.tls(), require_client_cert=False, client_names=())
+        files.replace(authority.issue("router", HOSTS))
+        assert await serial(url, files) != before
+
+
+async def test_files_that_could_not_be_loaded_for_a_moment_are_loaded_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = StackCa()
+    files = issued(tmp_path / "router", "router", authority)
+    watched = files.tls()
+    async with serving(HttpTls(watched, require_client_cert=False, client_names=())) as url:
+        before = await serial(url, files)
+        with monkeypatch.context() as full_disk:
+            full_disk.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+            files.replace(authority.issue("router", HOSTS))
+            assert await serial(url, files) == before
+        assert watched.num_rejected == 1
+        assert "No such file or directory" in caplog.text
+        assert await serial(url, files) != before
 
 
 async def test_clients_show_a_certificate_where_that_is_asked_for(tmp_path: Path) -> None:
