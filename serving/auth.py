@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,13 +55,19 @@ class BearerTokens:
         self.tenant_of(context.invocation_metadata())
 
 
+def comparable_names(names: Iterable[str]) -> frozenset[str]:
+    """Names of certificates in a form that is equal for equal ones: that of an IP address is its shortest."""
+    return frozenset(_comparable(name) for name in names)
+
+
 def certificate_authorizer(names: tuple[str, ...]) -> Authorizer:
     """Admits callers whose certificate carries one of `names`. The handshake has verified the certificate."""
+    allowed = comparable_names(names)
 
     def authorize(context: Context) -> None:
         properties = context.auth_context()
-        carried = {name.decode(errors="replace") for key in _CERTIFICATE_NAMES for name in properties.get(key, ())}
-        if carried.isdisjoint(names):
+        carried = (name.decode(errors="replace") for key in _CERTIFICATE_NAMES for name in properties.get(key, ()))
+        if allowed.isdisjoint(comparable_names(carried)):
             raise PermissionDenied("the client certificate carries none of the allowed names (tls.client_names)")
 
     return authorize
@@ -75,6 +82,13 @@ def all_authorizers(*authorizers: Authorizer | None) -> Authorizer | None:
             authorizer(context)
 
     return authorize if present else None
+
+
+def _comparable(name: str) -> str:
+    try:
+        return str(ipaddress.ip_address(name))
+    except ValueError:
+        return name
 
 
 def _tenants(path: Path, setting: str) -> tuple[tuple[bytes, str], ...]:

@@ -206,6 +206,18 @@ async def test_certificates_need_an_allowed_name_and_health_stays_open(
     assert await ask(await secured.channel(server, files_of(tmp_path, "router", authority)))
 
 
+@pytest.mark.parametrize("allowed", ["2001:db8::1", "2001:DB8:0:0:0:0:0:1"])
+async def test_an_ip_address_is_an_allowed_name_however_it_is_written(
+    secured: Secured, authority: StackCa, allowed: str
+) -> None:
+    server = await secured.start(authorizer=certificate_authorizer((allowed,)))
+    secured.client_files.replace(authority.issue("client", ("2001:db8::2",)))
+    error = await refusal(await secured.channel(server, secured.client_files))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    secured.client_files.replace(authority.issue("client", ("2001:db8::1",)))
+    assert await ask(await secured.channel(server, secured.client_files))
+
+
 async def test_a_gate_is_passed_before_anything_is_counted_or_parsed(secured: Secured) -> None:
     def closed(context: object) -> None:
         raise Unauthenticated("not allowed")

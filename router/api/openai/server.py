@@ -33,6 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from router.api.openai.errors import HttpError, body_of
 from router.api.openai.exchange import REQUEST_ID_HEADER
+from serving.auth import comparable_names
 from serving.logging import valid_request_id
 from serving.settings import Address, Section, SettingsError, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
@@ -77,7 +78,7 @@ class HttpTls:
         """
         self._files = files
         self._require = require_client_cert
-        self._names = frozenset(client_names) if require_client_cert else frozenset()
+        self._names = comparable_names(client_names if require_client_cert else ())
         self._material = files.current()
         self._context = self._new_context(self._material)
         self._rejected: TlsMaterial | None = None
@@ -89,7 +90,7 @@ class HttpTls:
         described = certificate or {}
         names = {value for _, value in described.get("subjectAltName", ())}  # of any kind, as gRPC's
         names |= {value for part in described.get("subject", ()) for kind, value in part if kind == "commonName"}
-        return not self._names.isdisjoint(names)
+        return not self._names.isdisjoint(comparable_names(names))
 
     def context(self) -> ssl.SSLContext:
         """For a handshake that starts now: of the current files, or of the last ones that OpenSSL accepts.

@@ -250,6 +250,18 @@ def test_a_name_of_any_kind_admits_as_at_the_grpc_port(tmp_path: Path) -> None:
     assert not tls.admits({"subjectAltName": (("URI", "spiffe://example/other"), ("DNS", "backend"))})
 
 
+@pytest.mark.parametrize("allowed", ["2001:db8::1", "2001:DB8:0:0:0:0:0:1"])
+async def test_an_ip_address_admits_however_it_is_written(tmp_path: Path, allowed: str) -> None:
+    authority = StackCa()
+    files, client = (issued(tmp_path / name, name, authority) for name in ("router", "client"))
+    async with serving(HttpTls(files.tls(), require_client_cert=True, client_names=(allowed,))) as url:
+        client.replace(authority.issue("client", ("2001:db8::2",)))
+        with pytest.raises(httpx.TransportError):
+            await hello(url, files, client)
+        client.replace(authority.issue("client", ("2001:db8::1",)))
+        assert await hello(url, files, client) == "hello"
+
+
 async def test_handshakes_count_as_connections_and_end_in_time(tmp_path: Path) -> None:
     files = issued(tmp_path / "router", "router", StackCa())
     tls = HttpTls(files.tls(), require_client_cert=False, client_names=())
