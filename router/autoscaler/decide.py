@@ -12,7 +12,8 @@ One pool, by the sizes that the signals demand (signals.py: load, KV use, waitin
 
 Both pools: of all pairs of sizes between the present and the decided ones, the one within max_instances and the ratio
 that leaves the least unmet demand; staying is always allowed. What one pool gives up is not available to the other
-before its processes have ended, so a rebalance takes two steps and never exceeds max_instances between them.
+before its processes have ended, so a rebalance takes two steps and never exceeds max_instances between them. The pair
+is applied one after the other (`in_order`); a decision that proves impossible is held and the pair balanced again.
 
 Nothing here waits or applies: a `ScaleDecision` says what should happen, why, and what prevents it.
 """
@@ -293,6 +294,18 @@ def balance(
     allowed = [pair for pair in pairs if _is_allowed(before, pair, present, num_ending, settings)]
     best = min(allowed, key=lambda pair: _unmet((prefill, decode), pair), default=before)
     return _limited(prefill, best[0], hold, why), _limited(decode, best[1], hold, why)
+
+
+def in_order(
+    prefill: ScaleDecision, decode: ScaleDecision, num_ending: int, settings: AutoscalerSettings
+) -> tuple[Role, Role]:
+    """Which of two balanced decisions to apply first and second. The first is allowed while the other pool has its
+    present size, if either is, so that the limits are kept between both, and if the second proves impossible."""
+    before = (prefill.size, decode.size)
+    prefill_alone = (prefill.new_size, decode.size)
+    if _is_allowed(before, prefill_alone, before, num_ending, settings):
+        return "prefill", "decode"
+    return "decode", "prefill"
 
 
 def _between(decision: ScaleDecision) -> range:

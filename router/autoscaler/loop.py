@@ -7,7 +7,8 @@
 Every router observes and decides, so that one that takes over the lead has full windows; one resizes. The lead is taken
 before each step and holds for lead_ttl_s from the request: a router that was held up longer than that does not apply an
 old decision, and a resize that hangs is given up then. A step ends before the next begins, so resizes never overlap.
-No failure of the owner of the instances ends the loop.
+No failure of the owner of the instances ends the loop. Where one pool is held, the pair is balanced again: the other
+one changes as far as the limits of both allow beside it.
 
 Operators and Prometheus read its `statuses` and the lead; docs/metrics.md lists the metrics.
 """
@@ -19,13 +20,13 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import Metric
 
 from protos.tandem.v1 import pools_pb2
-from router.autoscaler.decide import Direction, History, Hold, ScaleDecision, balance, decide
+from router.autoscaler.decide import Direction, History, Hold, ScaleDecision, balance, decide, in_order
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.resizer import ActuatorError, Change, Resizer
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
@@ -186,7 +187,9 @@ class Autoscaler:
                 pool.status.failed(self._reading.why)
             return
         self._reading.succeeded()
-        await self._apply(self._decisions(self.observe(sizes)))
+        observations = self.observe(sizes)
+        num_ending = sum(observation.num_ending for observation in observations.values())
+        await self._apply(self._decisions(observations, num_ending), num_ending)
 
     async def _read_sizes(self) -> Mapping[Role, int]:
         """The sizes; takes the lead, if possible. Raises ActuatorError, or TimeoutError after lead_ttl_s."""
@@ -199,7 +202,7 @@ class Autoscaler:
                 self._lead_until_s = asked_s + ttl_s if is_leader else -math.inf
             return await self._actuator.sizes()
 
-    def _decisions(self, observations: Mapping[Role, PoolObservation]) -> tuple[ScaleDecision, ScaleDecision]:
+    def _decisions(self, observations: Mapping[Role, PoolObservation], num_ending: int) -> Sequence[ScaleDecision]:
         settings = self.settings
         keep_s = max(settings.prefill.scale_in_window_s, settings.decode.scale_in_window_s) + settings.stale_s
         for role, pool in self._pools.items():
@@ -208,39 +211,53 @@ class Autoscaler:
             decide(pool.observations, pool.status.policy, pool.history, settings.stale_s)
             for pool in self._pools.values()
         )
-        num_ending = sum(observation.num_ending for observation in observations.values())
         return balance(prefill, decode, num_ending, settings)
 
-    async def _apply(self, decisions: Iterable[ScaleDecision]) -> None:
-        """Resizes the pools one after the other."""
-        leads = self.leads
-        for decision in decisions:
-            pool = self._pools[decision.role]
-            if decision.direction is not None:
-                decision = await self._resized(decision)
+    async def _apply(self, decisions: Sequence[ScaleDecision], num_ending: int) -> None:
+        """Resizes the pools one after the other, each within the limits beside what the other one has or will have."""
+        leads, settings = self.leads, self.settings
+        pair = {decision.role: await self._while_leading(decision, self._possible) for decision in decisions}
+        for role in in_order(pair["prefill"], pair["decode"], num_ending, settings):
+            prefill, decode = balance(pair["prefill"], pair["decode"], num_ending, settings)
+            decision = await self._while_leading(prefill if role == "prefill" else decode, self._resized)
+            pair[role], pool = decision, self._pools[role]
             if decision.direction is not None:
                 pool.resized(decision, self.clock())
             pool.status.decided(decision, leads=leads)
 
-    async def _resized(self, decision: ScaleDecision) -> ScaleDecision:
-        """Applies `decision`; returns it, held where that was impossible."""
-        left_s, resizing = self._lead_until_s - self.clock(), self._resizing[decision.role]
+    async def _while_leading(
+        self, decision: ScaleDecision, next_step: Callable[[ScaleDecision], Awaitable[ScaleDecision]]
+    ) -> ScaleDecision:
+        """What `next_step` returns for a change; held without the lead, or if the owner fails."""
+        left_s = self._lead_until_s - self.clock()
+        if decision.direction is None:
+            return decision
         if left_s <= 0:
             return decision.held("not_leading", "another router resizes")
+        try:
+            async with asyncio.timeout(left_s):
+                return await next_step(decision)
+        except (ActuatorError, TimeoutError) as error:
+            resizing = self._resizing[decision.role]
+            self._failed(resizing, error)
+            return decision.held("no_answer", resizing.why)
+
+    async def _possible(self, decision: ScaleDecision) -> ScaleDecision:
+        """`decision`, held where that needs no attempt to be known. Raises ActuatorError."""
+        resizing = self._resizing[decision.role]
         if self.clock() < resizing.until_s:
             return decision.held("no_answer", resizing.why)
         if self._actuator.pause is not None:
             return decision.held("paused", self._actuator.pause)
-        try:
-            async with asyncio.timeout(left_s):
-                if decision.direction == "out" and (why := await self._actuator.no_room(decision.role)) is not None:
-                    return decision.held("no_room", why)
-                sizes, expected = {decision.role: decision.new_size}, {decision.role: decision.size}
-                await self.resizer.resize(sizes, cause="autoscaler", reason=decision.reason, expected=expected)
-        except (ActuatorError, TimeoutError) as error:
-            self._failed(resizing, error)
-            return decision.held("no_answer", resizing.why)
-        resizing.succeeded()
+        if decision.direction == "out" and (why := await self._actuator.no_room(decision.role)) is not None:
+            return decision.held("no_room", why)
+        return decision
+
+    async def _resized(self, decision: ScaleDecision) -> ScaleDecision:
+        """Applies it. Raises ActuatorError."""
+        sizes, expected = {decision.role: decision.new_size}, {decision.role: decision.size}
+        await self.resizer.resize(sizes, cause="autoscaler", reason=decision.reason, expected=expected)
+        self._resizing[decision.role].succeeded()
         return decision
 
     def _failed(self, backoff: _Backoff, error: ActuatorError | TimeoutError) -> None:

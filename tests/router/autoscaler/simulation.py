@@ -52,6 +52,8 @@ class Owner:
     pause: str | None = None
     lack: str | None = None
     """Why what is ordered cannot start."""
+    full: Role | None = None
+    """The one pool that `lack` is about; None: both."""
     refused: Role | None = None
     """No resize of this pool is possible."""
 
@@ -82,7 +84,7 @@ class Owner:
         return True
 
     async def no_room(self, role: Role) -> str | None:
-        return self.lack
+        return self.lack if self.full in (None, role) else None
 
     def _may_fail(self) -> None:
         self.num_asked += 1
