@@ -214,7 +214,9 @@ class StackLink:
 
     async def resize(self, role: Role, size: int, victims: Sequence[str], *, previous_size: int) -> None:
         """Returns when the owner has begun."""
-        request = stack_pb2.ResizePoolRequest(role=WIRE_ROLES[role], size=size, victims=victims)
+        request = stack_pb2.ResizePoolRequest(
+            role=WIRE_ROLES[role], size=size, victims=victims, previous_size=previous_size
+        )
         with _owners_errors():
             await self._stub.ResizePool(request, timeout=_OWNER_TIMEOUT_S)
 

@@ -21,7 +21,7 @@ MAX_SIZE = 64
 
 
 class InvalidSize(ValueError):
-    """A pool cannot have that size; the message says which are allowed."""
+    """A pool cannot have that size, or has been resized meanwhile; the message says which are allowed, or its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +73,20 @@ class DesiredState:
     def snapshot(self) -> Snapshot:
         return self._snapshot
 
-    def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
+    def resize(self, role: Role, size: int, victims: Sequence[str] = (), previous_size: int | None = None) -> int:
         """Sets the size of a pool; returns the previous one. Raises InvalidSize.
 
         `victims` are addresses of instances to remove first, in this order; unknown ones are ignored. If they are too
-        few, the youngest instances follow.
+        few, the youngest instances follow. `previous_size` is what the caller assumes, if anything: a pool that has
+        another size by now, and not `size`, keeps it.
         """
         self.check_size(role, size)
         with self._changed:
             pool = self._snapshot.pool(role)
+            if previous_size not in (None, len(pool)) and size != len(pool):
+                raise InvalidSize(
+                    f"the {role} pool was resized from {previous_size} to {len(pool)} meanwhile, and keeps that size"
+                )
             if size > len(pool):
                 self._add(role, size - len(pool))
             elif size < len(pool):

@@ -32,7 +32,7 @@ _WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
 }
 
 
-Resize = Callable[[Role, int, Sequence[str]], int]
+Resize = Callable[[Role, int, Sequence[str], int | None], int]
 """LocalProcesses.resize or DesiredState.resize."""
 
 
@@ -107,8 +107,9 @@ class StackServer:
         roles = [role for role in ROLES if _WIRE_ROLES[role] == request.role]
         if not roles:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "role is neither ROLE_PREFILL nor ROLE_DECODE")
+        assumed = request.previous_size if request.HasField("previous_size") else None
         try:
-            previous_size = self._resize_pool(roles[0], request.size, request.victims)
+            previous_size = self._resize_pool(roles[0], request.size, request.victims, assumed)
         except (InvalidSize, OSError) as error:  # OSError: no port is free
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return stack_pb2.ResizePoolResponse(previous_size=previous_size)

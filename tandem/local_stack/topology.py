@@ -336,7 +336,7 @@ class LocalProcesses:
         self._topology.release(process.name)
         self.desired.release(process.name)
 
-    def resize(self, role: Role, size: int, victims: Sequence[str] = ()) -> int:
+    def resize(self, role: Role, size: int, victims: Sequence[str] = (), previous_size: int | None = None) -> int:
         """As DesiredState.resize; raises InvalidSize also if there is not enough memory, or no GPU."""
         with self._resizing:
             self.desired.check_size(role, size)
@@ -346,7 +346,7 @@ class LocalProcesses:
             if growth > 0 and (missing := self._topology.why_no_room(growth, starting)) is not None:
                 others = f", beside {len(starting)} that start," if starting else ""
                 raise InvalidSize(f"{growth} more {role} instances{others} need {missing}")
-            return self.desired.resize(role, size, victims)
+            return self.desired.resize(role, size, victims, previous_size)
 
     def _is_starting(self, name: str) -> bool:
         """Whether an instance may have no memory and GPU yet."""

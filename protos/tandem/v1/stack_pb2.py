@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.tandem.v1 import instance_pb2 as tandem_dot_v1_dot_instance__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/stack.proto\x12\ttandem.v1\x1a\x18tandem/v1/instance.proto\"\x13\n\x11WatchStackRequest\"K\n\tStackPool\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\x11\n\taddresses\x18\x03 \x03(\t\"9\n\x12WatchStackResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.tandem.v1.StackPool\"Q\n\x11ResizePoolRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\x0f\n\x07victims\x18\x03 \x03(\t\"+\n\x12ResizePoolResponse\x12\x15\n\rprevious_size\x18\x01 \x01(\x05\"0\n\x0fTakeLeadRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"3\n\x10TakeLeadResponse\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x0e\n\x06holder\x18\x02 \x01(\t2\xeb\x01\n\x0cStackService\x12K\n\nWatchStack\x12\x1c.tandem.v1.WatchStackRequest\x1a\x1d.tandem.v1.WatchStackResponse0\x01\x12I\n\nResizePool\x12\x1c.tandem.v1.ResizePoolRequest\x1a\x1d.tandem.v1.ResizePoolResponse\x12\x43\n\x08TakeLead\x12\x1a.tandem.v1.TakeLeadRequest\x1a\x1b.tandem.v1.TakeLeadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/stack.proto\x12\ttandem.v1\x1a\x18tandem/v1/instance.proto\"\x13\n\x11WatchStackRequest\"K\n\tStackPool\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\x11\n\taddresses\x18\x03 \x03(\t\"9\n\x12WatchStackResponse\x12#\n\x05pools\x18\x01 \x03(\x0b\x32\x14.tandem.v1.StackPool\"\x7f\n\x11ResizePoolRequest\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\x0f\n\x07victims\x18\x03 \x03(\t\x12\x1a\n\rprevious_size\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\x10\n\x0e_previous_size\"+\n\x12ResizePoolResponse\x12\x15\n\rprevious_size\x18\x01 \x01(\x05\"0\n\x0fTakeLeadRequest\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"3\n\x10TakeLeadResponse\x12\x0f\n\x07granted\x18\x01 \x01(\x08\x12\x0e\n\x06holder\x18\x02 \x01(\t2\xeb\x01\n\x0cStackService\x12K\n\nWatchStack\x12\x1c.tandem.v1.WatchStackRequest\x1a\x1d.tandem.v1.WatchStackResponse0\x01\x12I\n\nResizePool\x12\x1c.tandem.v1.ResizePoolRequest\x1a\x1d.tandem.v1.ResizePoolResponse\x12\x43\n\x08TakeLead\x12\x1a.tandem.v1.TakeLeadRequest\x1a\x1b.tandem.v1.TakeLeadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,13 +39,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTACKRESPONSE']._serialized_start=160
   _globals['_WATCHSTACKRESPONSE']._serialized_end=217
   _globals['_RESIZEPOOLREQUEST']._serialized_start=219
-  _globals['_RESIZEPOOLREQUEST']._serialized_end=300
-  _globals['_RESIZEPOOLRESPONSE']._serialized_start=302
-  _globals['_RESIZEPOOLRESPONSE']._serialized_end=345
-  _globals['_TAKELEADREQUEST']._serialized_start=347
-  _globals['_TAKELEADREQUEST']._serialized_end=395
-  _globals['_TAKELEADRESPONSE']._serialized_start=397
-  _globals['_TAKELEADRESPONSE']._serialized_end=448
-  _globals['_STACKSERVICE']._serialized_start=451
-  _globals['_STACKSERVICE']._serialized_end=686
+  _globals['_RESIZEPOOLREQUEST']._serialized_end=346
+  _globals['_RESIZEPOOLRESPONSE']._serialized_start=348
+  _globals['_RESIZEPOOLRESPONSE']._serialized_end=391
+  _globals['_TAKELEADREQUEST']._serialized_start=393
+  _globals['_TAKELEADREQUEST']._serialized_end=441
+  _globals['_TAKELEADRESPONSE']._serialized_start=443
+  _globals['_TAKELEADRESPONSE']._serialized_end=494
+  _globals['_STACKSERVICE']._serialized_start=497
+  _globals['_STACKSERVICE']._serialized_end=732
 # @@protoc_insertion_point(module_scope)

@@ -101,10 +101,13 @@ class ResizePoolRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     VICTIMS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_SIZE_FIELD_NUMBER: _builtins.int
     role: _instance_pb2.Role.ValueType
     """Prefill or decode."""
     size: _builtins.int
     """The wanted number of instances."""
+    previous_size: _builtins.int
+    """The size that the caller assumes: a pool that has another one by now, and not the wanted one, keeps it. Unset: any."""
     @_builtins.property
     def victims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """When it shrinks: host:port of the instances to remove first, in this order; others follow only if these are not enough."""
@@ -115,12 +118,15 @@ class ResizePoolRequest(_message.Message):
         role: _instance_pb2.Role.ValueType = ...,
         size: _builtins.int = ...,
         victims: _abc.Iterable[_builtins.str] | None = ...,
+        previous_size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_previous_size", b"_previous_size", "previous_size", b"previous_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "size", b"size", "victims", b"victims"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_previous_size", b"_previous_size", "previous_size", b"previous_size", "role", b"role", "size", b"size", "victims", b"victims"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__previous_size: _TypeAlias = _typing.Literal["previous_size"]  # noqa: Y015
+    _WhichOneofArgType__previous_size: _TypeAlias = _typing.Literal["_previous_size", b"_previous_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__previous_size) -> _WhichOneofReturnType__previous_size | None: ...
 
 Global___ResizePoolRequest: _TypeAlias = ResizePoolRequest  # noqa: Y015
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
 
+from router.autoscaler.loop import Autoscaler
 from router.autoscaler.resizer import ActuatorError, Resizer, SizeRefused, least_loaded
 from router.pools.instance import State
-from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
+from tests.router.autoscaler.builders import pool_of, settings_of
 from tests.router.conftest import Run
-from tests.router.pools.owned import owned
+from tests.router.pools.owned import Owned, owned
 from tests.waiting import until
 
 
@@ -206,6 +209,56 @@ async def test_a_pool_that_has_its_size_is_left_alone(run: Run) -> None:
         assert (change.previous_size, change.size) == (2, 2)
         assert stack.desired.snapshot is before
         assert stack.resizer.last_changes.get("decode") is None
+
+
+def resize_after_reading(stack: Owned, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resize of the decode pool by another router, between reading the sizes for the next resize and that resize."""
+    actuator = stack.resizer.actuator
+    read = actuator.sizes
+
+    async def sizes() -> Mapping[Role, int]:
+        found = await read()
+        if stack.resizer._one_at_a_time.locked():
+            monkeypatch.undo()
+            stack.desired.resize("decode", size)
+        return found
+
+    monkeypatch.setattr(actuator, "sizes", sizes)
+
+
+async def test_a_resize_by_another_router_is_not_overwritten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with owned(run) as stack:
+        resize_after_reading(stack, 4, monkeypatch)
+        with pytest.raises(ActuatorError, match="the decode pool was resized from 2 to 4 meanwhile"):
+            await stack.resizer.resize({"decode": 1}, cause="operator", reason="")
+        assert await stack.resizer.actuator.sizes() == {"prefill": 1, "decode": 4}
+        assert stack.resizer.last_changes == {}
+
+
+async def test_the_autoscaler_goes_on_from_what_another_router_has_resized(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    async with owned(run) as stack:
+        scaler = Autoscaler(
+            stack.resizer,
+            lambda sizes: {role: pool_of(sizes[role], role=role, at_s=now_s) for role in roles},
+            settings_of(decode={"max_size": 1}),
+            holder="one",
+            clock=lambda: now_s,
+        )
+        resize_after_reading(stack, 4, monkeypatch)
+        await scaler.step()
+        assert len(stack.desired.snapshot.pool("decode")) == 4
+        assert "the decode pool was resized from 2 to 4 meanwhile" in scaler.to_wire("decode").reason
+        now_s += 300.0
+        await scaler.step()  # a change by others: the cool-down begins with it
+        assert scaler.statuses["decode"].holds["cool_down"] == 1
+        now_s += 300.0
+        await scaler.step()
+        assert len(stack.desired.snapshot.pool("decode")) == 2
+        assert "; the size may change" not in scaler.to_wire("decode").reason
 
 
 async def test_concurrent_resizes_run_one_after_the_other(run: Run) -> None:

@@ -85,6 +85,16 @@ def test_invalid_sizes_are_rejected(role: Role, size: int, needs_prefill: bool, 
     assert state.snapshot is before
 
 
+def test_a_pool_of_another_size_than_the_caller_assumed_keeps_it() -> None:
+    state = make_state(num_decode=3)
+    before = state.snapshot
+    with pytest.raises(InvalidSize, match="the decode pool was resized from 2 to 3 meanwhile, and keeps that size"):
+        state.resize("decode", 1, (), 2)
+    assert state.resize("decode", 3, (), 2) == 3
+    assert state.snapshot is before
+    assert state.resize("decode", 1, (), 3) == 3
+
+
 def test_a_stack_whose_instances_have_no_connector_gets_no_prefill_instance() -> None:
     state = DesiredState([DesiredInstance("decode-0", "decode", new_address(()))], new_address, has_connector=False)
     with pytest.raises(InvalidSize, match=r"prefill must be 0, not 1: .* start the stack with --prefill 1"):

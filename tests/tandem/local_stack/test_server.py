@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
+from protos.tandem.v1 import instance_pb2, stack_pb2, stack_pb2_grpc
 from router.autoscaler.resizer import ActuatorError, StackLink
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.desired_state import DesiredState
@@ -168,6 +168,38 @@ async def test_a_hundred_calls_leave_no_watch_behind(server: StackServer, link: 
 async def test_an_invalid_size_is_reported_with_the_owners_message(server: StackServer, link: StackLink) -> None:
     with pytest.raises(ActuatorError, match=r"decode must be between 1 and 64, not 0"):
         await link.resize("decode", 0, [], previous_size=2)
+
+
+async def test_a_resize_by_another_client_is_not_overwritten(
+    server: StackServer, owned: DesiredState, link: StackLink
+) -> None:
+    owned.resize("decode", 5)
+    with pytest.raises(ActuatorError, match="the decode pool was resized from 2 to 5 meanwhile, and keeps that size"):
+        await link.resize("decode", 1, [], previous_size=2)
+    assert await link.sizes() == {"prefill": 1, "decode": 5}
+    await link.resize("decode", 5, [], previous_size=2)
+    await link.resize("decode", 3, [], previous_size=5)
+    assert await link.sizes() == {"prefill": 1, "decode": 3}
+
+
+async def test_a_pool_that_was_stopped_meanwhile_stays_so(
+    server: StackServer, owned: DesiredState, link: StackLink
+) -> None:
+    owned.resize("prefill", 0)
+    with pytest.raises(ActuatorError, match="the prefill pool was resized from 1 to 0 meanwhile"):
+        await link.resize("prefill", 2, [], previous_size=1)
+    await link.resize("prefill", 1, [], previous_size=0)
+    with pytest.raises(ActuatorError, match="the prefill pool was resized from 0 to 1 meanwhile"):
+        await link.resize("prefill", 2, [], previous_size=0)
+
+
+def test_a_client_that_names_no_previous_size_resizes_from_any(
+    server: StackServer, address: str, owned: DesiredState
+) -> None:
+    request = stack_pb2.ResizePoolRequest(role=instance_pb2.ROLE_DECODE, size=3)
+    with grpc.insecure_channel(address) as channel:
+        answer = blocking_stub(stack_pb2_grpc.StackServiceStub, channel).ResizePool(request, timeout=TIMEOUT_S)
+    assert (answer.previous_size, len(owned.snapshot.pool("decode"))) == (2, 3)
 
 
 async def test_one_router_leads_until_its_lease_expires(server: StackServer, link: StackLink) -> None:

@@ -246,6 +246,16 @@ def test_two_resizes_of_which_each_fits_alone_do_not_get_the_same_memory(monkeyp
     assert made.resize("prefill", 2) == 1
 
 
+def test_a_resize_by_another_client_is_not_overwritten_by_a_stack_with_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ready_processes(monkeypatch)
+    assert made.resize("decode", 4) == 1
+    with pytest.raises(InvalidSize, match="the decode pool was resized from 1 to 4 meanwhile"):
+        made.resize("decode", 2, (), 1)
+    assert made.resize("decode", 2, (), 4) == 4
+
+
 # GPUs
 
 
