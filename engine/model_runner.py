@@ -12,6 +12,7 @@ import torch
 
 from engine.executor.executor import Executor
 from engine.executor.step import StepInputs
+from engine.sampling.grammar import warm_up_masks
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow, TokenSampler, sample
@@ -58,11 +59,13 @@ class ModelRunner:
             self._warm_up(num_requests, 1)
         for query_len in (1, block_size, block_size):
             started = time.monotonic()
-            self._warm_up(1, query_len)
-        return (time.monotonic() - started) / block_size
+            logits = self._warm_up(1, query_len)
+        token_s = (time.monotonic() - started) / block_size
+        warm_up_masks(logits)
+        return token_s
 
-    def _warm_up(self, num_requests: int, query_len: int) -> None:
-        """A step of requests that all have block 0."""
+    def _warm_up(self, num_requests: int, query_len: int) -> torch.Tensor:
+        """A step of requests that all have block 0. Returns its logits."""
         block_size = self._kv.block_size
         inputs = StepInputs.of(
             token_ids=np.zeros(num_requests * query_len, np.int64),
@@ -72,7 +75,9 @@ class ModelRunner:
             block_size=block_size,
         )
         hidden, rows = self._executor.forward(inputs), query_len * np.arange(1, num_requests + 1) - 1
-        sample(self._executor.compute_logits(hidden, rows), [SamplingRow(SamplingParams())] * num_requests)
+        logits = self._executor.compute_logits(hidden, rows)
+        sample(logits, [SamplingRow(SamplingParams())] * num_requests)
+        return logits
 
     def _inputs(self, shares: list[ScheduledRequest], needed: npt.NDArray[np.int64] | None) -> StepInputs:
         block_size = self._kv.block_size

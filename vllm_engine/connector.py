@@ -52,6 +52,11 @@ class VllmKVConnector(KVConnectorBase_V1):
                 max_held_fraction=options[MAX_HELD_FRACTION],
             )
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        """Each block of a layer is contiguous. On CPU that is the only one; on GPUs vLLM prefers another."""
+        return "LBHNC"
+
     # Scheduler
 
     def on_new_request(self, request: Any) -> None:

@@ -28,7 +28,7 @@ from engine.core.messages import (
     TokensEvent,
 )
 from engine.errors import CapacityError
-from engine.executor.executor import Executor
+from engine.executor.executor import Executor, explained_out_of_memory
 from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
 from engine.kv_connector import KVLoadResult, make_connector, self_test
@@ -75,6 +75,7 @@ class StepTimeEstimator:
 class EngineCore:
     """See the module. `wake` is called from any thread and must make the owner call `step` soon."""
 
+    @explained_out_of_memory()
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         self.config = config
         model_config = read_config(config.model, config.model_impl)

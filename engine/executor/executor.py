@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -164,6 +164,19 @@ def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callabl
             f"and a step needs {for_steps}; raise gpu_memory_utilization, or lower max_num_batched_tokens"
         )
     return left
+
+
+@contextlib.contextmanager
+def explained_out_of_memory() -> Iterator[None]:
+    """Raises CapacityError where a GPU has no memory left, for weights, the largest step or CUDA graphs."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = ". ".join(str(error).split(". ")[:2])  # that it is out of memory, and how much was wanted
+        raise CapacityError(
+            f"the GPU has no memory left: {first}; take a smaller model, lower max_num_batched_tokens or max_num_seqs, "
+            "or end what else uses this GPU"
+        ) from None
 
 
 def zeroed_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

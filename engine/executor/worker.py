@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.executor.executor import zeroed_memory
+from engine.executor.executor import explained_out_of_memory, zeroed_memory
 from engine.executor.process import Start
 from engine.executor.step import AllocateKV, Logits, Message, Step, StepInputs
 from engine.kv_layout import KVLayout
@@ -88,8 +88,9 @@ def forward_part(
 class Worker:
     """A rank in a process of its own: computes what the core's process sends. Keeps the last step's hidden states."""
 
+    @explained_out_of_memory()
     def __init__(self, start: Start) -> None:
-        """Loads the model. Raises InvalidCheckpoint, UnsupportedModel."""
+        """Loads the model. Raises InvalidCheckpoint, UnsupportedModel, CapacityError."""
         config = self._config = start.config
         model_config = self._model_config = ModelConfig.from_folder(Path(config.model))
         self._part = config.parallelism.part(start.rank, model_config)

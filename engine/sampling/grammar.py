@@ -311,9 +311,7 @@ class GrammarMasks:
         if logits.device.type == "cpu":
             _exclude(logits, masks, rows)
         else:
-            import xgrammar
-
-            xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(masks).to(logits.device), indices=rows)
+            _exclude_on_gpu(logits, masks, rows)
 
     def _grammar_of(self, request: Request) -> _RequestGrammar:
         found = self._by_request.get(request)
@@ -321,6 +319,25 @@ class GrammarMasks:
             assert request.grammar is not None
             found = self._by_request[request] = _RequestGrammar(request, request.grammar)
         return found
+
+
+_KERNEL_VARIANTS = (1, 2, 16)
+"""Numbers of rows, each of which has a kernel of its own: one, no multiple of 16, a multiple of 16."""
+
+
+def warm_up_masks(logits: Tensor) -> None:
+    """Compiles on a GPU what masks `logits` [any, vocab] of constrained requests, before the first of them comes."""
+    if logits.device.type == "cpu" or not has_xgrammar():
+        return
+    for num_rows in _KERNEL_VARIANTS:
+        all_allowed = np.full((num_rows, -(-logits.shape[1] // _BITS)), -1, np.int32)
+        _exclude_on_gpu(logits.new_zeros((num_rows, logits.shape[1])), all_allowed, range(num_rows))
+
+
+def _exclude_on_gpu(logits: Tensor, masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(masks).to(logits.device), indices=list(rows))
 
 
 def _exclude(logits: Tensor, masks: npt.NDArray[np.int32], rows: Sequence[int]) -> None:

@@ -20,6 +20,10 @@ from engine.core.messages import TokenLogprob
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import ScheduledRequest, needs_prompt_logprobs
 
+_ROWS = 64
+"""Positions that are computed at the same time. The logits of a whole chunk would take a gigabyte, and the candidates
+of a thousand streams three: 20 bytes and more for each entry of the vocabulary."""
+
 
 def token_logprobs(
     rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], nums: Sequence[int]
@@ -28,7 +32,18 @@ def token_logprobs(
     if rows[0].device.type == "cpu":
         # numpy with a partition takes 0.6 ms per row of 152 k, torch's sort 10.
         return [_of_row(row.numpy(), *what) for row, *what in zip(rows, token_ids, nums, strict=True)]
-    return _of_rows(rows if isinstance(rows, Tensor) else torch.stack([*rows]), token_ids, nums)
+    return _in_pieces(rows, token_ids, nums)
+
+
+def _in_pieces(
+    rows: Sequence[Tensor] | Tensor, token_ids: Sequence[int], nums: Sequence[int]
+) -> list[list[TokenLogprob]]:
+    found: list[list[TokenLogprob]] = []
+    for first in range(0, len(rows), _ROWS):
+        few = slice(first, first + _ROWS)
+        logits = rows[few] if isinstance(rows, Tensor) else torch.stack([*rows[few]])
+        found += _of_rows(logits, token_ids[few], nums[few])
+    return found
 
 
 def _of_row(row: npt.NDArray[np.float32], token_id: int, num: int) -> list[TokenLogprob]:
@@ -55,7 +70,7 @@ def _best_ids(row: npt.NDArray[np.float32], num: int) -> npt.NDArray[Any]:
 
 
 def _of_rows(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]) -> list[list[TokenLogprob]]:
-    """All rows at once, for devices where every operation costs a launch."""
+    """At once, for devices where every operation costs a launch."""
     tokens = torch.tensor(token_ids, device=logits.device)[:, None]
     drawn = logits.gather(1, tokens)
     is_before = torch.arange(logits.shape[1], device=logits.device) < tokens
@@ -73,9 +88,6 @@ def _of_rows(logits: Tensor, token_ids: Sequence[int], nums: Sequence[int]) -> l
         result.append([TokenLogprob(token_id, own[row], rank), *entries])
     return result
 
-
-_ROWS = 64
-"""Positions whose logits exist at the same time: those of a whole chunk would take a gigabyte."""
 
 Positions = list[list[TokenLogprob]]
 

@@ -23,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PromptTokenStats, RequestStateStats, SchedulerStats
 from vllm.v1.engine import FinishReason
@@ -82,6 +83,7 @@ print(json.dumps({
     "processor": sorted(LogitsProcessor.__abstractmethods__),
     "connector": overridden(VllmKVConnector, KVConnectorBase_V1),
     "abstract": sorted(KVConnectorBase_V1.__abstractmethods__),
+    "layout": KVCacheLayout[VllmKVConnector.get_required_kvcache_layout(None)].value,
     "transfer_config": fields(KVTransferConfig),
     "transfer_results": fields(KVConnectorTransferResults),
     "connector_output": fields(KVConnectorOutput),
@@ -174,6 +176,11 @@ def test_a_connector_must_implement_no_methods_but_ours(contract: dict[str, Any]
 def test_the_methods_of_the_connector_have_the_parameters_that_vllm_passes(contract: dict[str, Any]) -> None:
     for name, (theirs, ours) in contract["connector"].items():
         assert ours == theirs, name
+
+
+def test_a_block_of_a_layer_is_contiguous_in_the_layout_that_the_connector_wants(contract: dict[str, Any]) -> None:
+    """Its axes in memory: layers, blocks, heads, tokens, values."""
+    assert contract["layout"] == [0, 1, 2, 3, 4]
 
 
 def test_a_token_of_a_request_can_be_replaced_where_vllm_keeps_it(contract: dict[str, Any]) -> None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
+from engine.core.core import EngineCore
 from engine.errors import CapacityError
 from engine.executor.executor import OneProcessExecutor, bytes_for_kv
+from engine.model_runner import ModelRunner
 from engine.models import read_config
 from tests.builders import lively_checkpoint
 
@@ -62,6 +65,18 @@ def test_a_gpu_without_room_is_refused_with_the_figures() -> None:
         CapacityError, match="of 1000 bytes 80% may be used, 600 are used and a step needs 200; raise gpu"
     ):
         bytes_for_kv(memory, 0.8, memory.step_of(200))
+
+
+def test_a_gpu_that_runs_out_at_the_start_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs_out(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has …")
+
+    monkeypatch.setattr(ModelRunner, "warm_up", runs_out)
+    config = EngineConfig(model=str(lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)), num_blocks=16)
+    with pytest.raises(CapacityError, match=r"left: CUDA out of memory\. Tried to allocate 20\.00 GiB; take a smaller"):
+        EngineCore(config, lambda: None)
 
 
 @pytest.mark.parametrize(

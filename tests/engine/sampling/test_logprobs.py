@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.core.messages import TokenLogprob
-from engine.sampling.logprobs import _of_rows, token_logprobs
+from engine.sampling import logprobs
+from engine.sampling.logprobs import _in_pieces, _of_rows, token_logprobs
 
 
 def slow_logprobs(row: list[float], token_id: int, num: int) -> list[TokenLogprob]:
@@ -24,9 +25,12 @@ def assert_same(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None
     assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=2e-6)
 
 
-@pytest.mark.parametrize("way", [token_logprobs, _of_rows], ids=["numpy", "all rows at once"])
+@pytest.mark.parametrize("way", [token_logprobs, _of_rows, _in_pieces], ids=["numpy", "all rows at once", "in pieces"])
 @pytest.mark.parametrize("vocab", [1, 7, 300, 1500])
-def test_candidates_ranks_and_values_are_the_definition(way: object, vocab: int) -> None:
+def test_candidates_ranks_and_values_are_the_definition(
+    monkeypatch: pytest.MonkeyPatch, way: object, vocab: int
+) -> None:
+    monkeypatch.setattr(logprobs, "_ROWS", 7)
     rng, generator = random.Random(vocab), torch.Generator().manual_seed(vocab)
     # Few distinct values, as bfloat16 logits have: ties at every edge
     logits = (torch.randn(20, vocab, generator=generator) * 8).round() / 2
