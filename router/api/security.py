@@ -36,7 +36,7 @@ class RouterTlsSettings(TlsSettings):
 
     require_client_cert: bool = setting(
         False,
-        "Reject clients without a certificate of ca_file at the clients' port too; operators need one unless "
+        "Reject clients without a certificate of ca_file, and operators too. Off: operators alone need one, unless "
         "auth.admin_tokens_file is set.",
     )
 
