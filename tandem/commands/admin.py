@@ -40,8 +40,11 @@ def admin_options(function: F) -> F:
 
 
 def _keep_admin(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    if value is not None:  # `tandem pools` may have been given it before its subcommand
-        context.meta[_ADMIN] = value
+    if value is None:
+        return  # `tandem pools` may have been given it before its subcommand
+    if not value.strip():
+        raise click.ClickException("admin: is empty; give host:port of the router's admin listener")
+    context.meta[_ADMIN] = value
 
 
 def admin_target() -> tuple[str, Credentials]:
