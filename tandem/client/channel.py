@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Options = tuple[tuple[str, int | str], ...]
 ROUTER_SERVICE = "tandem.v1.GenerationService"
+MAX_TIMEOUT_S = 1e8
+"""Three years. Centuries, or an infinite time, overflow in gRPC, whose calls then end at once."""
 MAX_RETRIES = 4
 """gRPC makes at most five attempts: with the backoff below some three seconds, in which the client finds a restarted
 router again (half a second, and its health)."""

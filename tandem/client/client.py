@@ -24,7 +24,14 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
-from tandem.client.channel import ClientChannel, Target, client_closed, open_async_channel, router_target
+from tandem.client.channel import (
+    MAX_TIMEOUT_S,
+    ClientChannel,
+    Target,
+    client_closed,
+    open_async_channel,
+    router_target,
+)
 from tandem.client.completion import Completion, CompletionAssembler, Piece, Route
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, explain, from_rpc
@@ -33,15 +40,13 @@ from tandem.client.request import Prompt, RequestOptions, generate_request, show
 from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption
 
 DEFAULT_TIMEOUT_S = 600.0
-_MAX_TIMEOUT_S = 1e8
-"""Three years. An infinite one overflows in gRPC, whose calls then end at once."""
 
 
 def _supported(timeout_s: float) -> float:
     """Raises ValueError."""
     if math.isnan(timeout_s):
         raise ValueError(f"timeout_s: is {timeout_s}; give seconds, or math.inf for no limit")
-    return min(timeout_s, _MAX_TIMEOUT_S)
+    return min(timeout_s, MAX_TIMEOUT_S)
 
 
 def _ignore(connectivity: grpc.ChannelConnectivity) -> None:

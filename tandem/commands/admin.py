@@ -71,14 +71,12 @@ def admin_problem(error: TandemError, address: str) -> str:
 
 @contextmanager
 def admin_calls() -> Iterator[Callable[..., Any]]:
-    """Calls a method of the admin listener that --admin gives, or of the running stack's: `call(name, request)`.
-
-    Errors become a ClickException.
-    """
+    """Calls a method of the admin listener that --admin gives, or of the running stack's: `call(name, request)`, with
+    `timeout` in seconds. Errors become a ClickException."""
     import grpc
 
     from protos.tandem.v1 import pools_pb2_grpc
-    from tandem.client.channel import ADMIN_OPTIONS, open_blocking_channel
+    from tandem.client.channel import ADMIN_OPTIONS, MAX_TIMEOUT_S, open_blocking_channel
     from tandem.client.errors import TandemError, explain
 
     address = ""
@@ -87,8 +85,8 @@ def admin_calls() -> Iterator[Callable[..., Any]]:
         with open_blocking_channel(address, ADMIN_OPTIONS, credentials) as channel:
             stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
             try:
-                yield lambda method, request, **named: getattr(stub, method)(
-                    request, metadata=credentials.metadata(), **named
+                yield lambda method, request, timeout=MAX_TIMEOUT_S: getattr(stub, method)(
+                    request, metadata=credentials.metadata(), timeout=min(timeout, MAX_TIMEOUT_S)
                 )
             except grpc.RpcError as error:
                 raise explain(error, address, credentials) from error

@@ -186,6 +186,12 @@ def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: st
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("command", [(), ("explain", "hi")])
+def test_a_timeout_of_centuries_is_not_over_at_once(stack: Background, command: tuple[str, ...]) -> None:
+    status, output = run(*command, "--timeout", "9999999999", "--admin", stack.admin_address)
+    assert status == 0, output
+
+
 def test_the_clients_port_is_distinguished_from_the_admin_listener(stack: Background) -> None:
     status, output = run("--admin", stack.address)
     assert status != 0

@@ -98,7 +98,7 @@ def test_it_returns_when_the_pool_has_its_size_and_reports_every_change(
     background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.pools.pool._LINGER_S", 0.05)
-    grown = background.pools("resize", "decode=3")
+    grown = background.pools("resize", "decode=3", "--timeout", "9999999999")
     assert grown.exit_code == 0, grown.output
     lines = grown.output.splitlines()
     assert lines[0] == "decode: 1 → 3"
