@@ -259,6 +259,9 @@ class TopApp(App[None]):
             self.notify("select an instance of a pool that has an owner which can resize it", severity="warning")
             return
         name, size = pool_name(pool.role), pool.size + by
+        if size < 0:
+            self.notify(f"the {name} pool has size 0 already", severity="warning")
+            return
         request = pools_pb2.ResizePoolsRequest(sizes=[pools_pb2.PoolSize(role=pool.role, size=size)])
         self._ask(
             f"Resize the {name} pool from {pool.size} to {size}?",

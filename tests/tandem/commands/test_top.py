@@ -170,6 +170,20 @@ async def test_a_refusal_is_shown_and_nothing_happens(tmp_path: Path) -> None:
         assert not (await stack.listed()).instances[1].load.draining
 
 
+async def test_a_pool_of_size_zero_becomes_no_smaller() -> None:
+    """Its last instance still drains."""
+    instance = pools_pb2.PoolInstance(address="h:1", instance_id="prefill-0", role=instance_pb2.ROLE_PREFILL)
+    pool = pools_pb2.PoolStatus(role=instance_pb2.ROLE_PREFILL, size=0)
+    first = pools_pb2.ListPoolsResponse(pools=[pool], instances=[instance])
+    app = TopApp("127.0.0.1:1", PLAINTEXT, first, interval_s=0.3, metrics=None)
+    async with app.run_test(size=(110, 32)) as pilot:
+        await pilot.press("minus")
+        assert not isinstance(app.screen, Confirm)
+        assert [one.message for one in app._notifications] == ["the prefill pool has size 0 already"]
+        await pilot.press("plus")
+        assert "Resize the prefill pool from 0 to 1?" in str(app.screen.query_one(Label).content)
+
+
 async def test_a_router_that_stops_is_named_and_its_last_message_stays(tmp_path: Path) -> None:
     async with shown(tmp_path) as (stack, app, _):
         await until(lambda: column(app, "STATE") == ["ready", "ready"])
