@@ -54,6 +54,7 @@ from engine.sampling.constraints import Constraint
 from engine.sampling.params import SamplingParams
 from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
+from vllm_engine.begin_limits import BeginLimits
 from vllm_engine.failures import FailedRequests
 from vllm_engine.grammars import HostGrammars
 from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
@@ -157,6 +158,7 @@ class Host:
         self._meter = meter
         self._failed = failed
         self._grammars = HostGrammars(engine, grammar_s, self._constraints, self._interrupt)
+        self._begin_limits = BeginLimits(engine, self._interrupt, self._end_unbegun, self._end_with)
         self._link = link
         self._info = info
         self._has_connector = info.kv_connector != "null"
@@ -179,13 +181,13 @@ class Host:
         reports = asyncio.create_task(self._receive_kv_reports())
         try:
             waited: list[asyncio.Future[None]] = [commands, heartbeat, reports, self._dead]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            for ended in waited:
-                if ended.done():
-                    ended.result()
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
         except EngineDeadError as error:
             raise EngineError(f"vLLM has ended: {error}") from error
         finally:
+            self._begin_limits.close()
             for task in (commands, heartbeat, reports, *(running.task for running in self._running.values())):
                 if task is not None:
                     task.cancel()
@@ -219,6 +221,7 @@ class Host:
         running = self._running[request.request_id] = _Running(request)
         if request.remote_kv is not None:
             running.load = _Load(self._expire_in(request.remote_kv.reservation_s, running))
+        self._begin_limits.add(request)
         self._start(running)
 
     def _start(self, running: _Running) -> None:
@@ -226,10 +229,13 @@ class Host:
         running.task.add_done_callback(lambda task: self._ended(running, task))
 
     def _ended(self, running: _Running, task: asyncio.Task[None]) -> None:
-        """An unexpected error ends the host, so that its streams continue elsewhere."""
         if task.cancelled():
             self._forget_unless_resubmitted(running, task)  # if that was before its first step, it has run nothing
-        elif (error := task.exception()) is not None and not self._dead.done():
+        self._end_with(task)
+
+    def _end_with(self, task: asyncio.Task[None]) -> None:
+        """An unexpected error ends the host, so that its streams continue elsewhere."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._dead.done():
             self._dead.set_exception(error)
 
     def _cancel(self, request_id: str) -> None:
@@ -269,6 +275,7 @@ class Host:
             running.load.expires.cancel()
         if self._running.get(request_id) is running:
             del self._running[request_id]
+            self._begin_limits.remove(request_id)
         self._failed.forget(request_id)
         if not self._running:
             self._meter.idle()
@@ -291,6 +298,7 @@ class Host:
                 self._answered = True
                 self._emit(event if running.load is None else _with_origin(event, running))
                 running.has_token = True
+                self._begin_limits.remove(request.request_id)
         return None
 
     def _interrupt(self) -> None:
@@ -375,6 +383,10 @@ class Host:
             missing = "seed" if load.seed is None else "KV"
             self._fail(running.request, f"no {missing} within the reservation time", "timeout")
         self._cancel(running.request.request_id)
+
+    def _end_unbegun(self, request: EngineRequest) -> None:
+        self._fail(request, f"no step began the prompt within {request.begin_s:.3g} s", "no_room")
+        self._cancel(request.request_id)
 
     def _fail(self, request: EngineRequest, error: str, kind: ErrorKind | None) -> None:
         self._emit(TokensEvent(request.request_id, [], finish_reason="error", error=error, error_kind=kind))

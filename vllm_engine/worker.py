@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine.connector import VllmKVConnector
 from vllm_engine.grammars import worker_grammars
 from vllm_engine.kv_messages import KVSetup
+from vllm_engine.requests import read_sampled_request
 
 
 class WorkerFacts:
@@ -36,6 +37,11 @@ class WorkerFacts:
         """`setup`: a KVSetup as msgpack. Returns the connector's name; raises EngineError."""
         connector = cast(VllmKVConnector, get_kv_transfer_group())
         return connector.connect(msgspec.msgpack.decode(setup, type=KVSetup))
+
+    def tandem_begun(self) -> list[str]:
+        """Ids of requests that were in a step and have not ended; some of those that just have are among them."""
+        found = (read_sampled_request(state.sampling_params) for state in self.model_runner.requests.values())
+        return [sampled.request.request_id for sampled in found if sampled is not None]
 
     def tandem_compile(self, constraints: bytes) -> list[str | None]:
         """See WorkerGrammars.compile."""

@@ -189,6 +189,58 @@ async def test_a_request_whose_grammar_takes_too_long_ends(make_rig: Any) -> Non
     assert rig.vllm.received == []
 
 
+class _BusyVllm:
+    """Has begun what is in `begun` and computes no token. It answers a question when a step ends."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self.begun: list[str] = []
+        self.asked: list[str] = []
+        self.steps = asyncio.Queue[None]()
+        self.aborted: list[str] = []
+
+    async def collective_rpc(self, method: str) -> list[list[str]]:
+        self.asked.append(method)
+        await self.steps.get()
+        return [list(self.begun) for _ in range(2)]
+
+    async def generate(self, _: object, request: EngineRequest, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        self.received.append(request_id)
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            self.aborted.append(request_id)
+
+
+async def test_what_no_step_has_begun_in_time_ends_for_lack_of_room(make_rig: Any) -> None:
+    rig = make_rig()
+    vllm = rig.host._engine = rig.host._begin_limits._engine = _BusyVllm()
+    vllm.begun = ["begun"]
+    limits: dict[str, dict[str, Any]] = {
+        "begun": {"begin_s": 0.001},
+        "late": {"begin_s": 0.001},
+        "unlimited": {},
+        "in time": {"begin_s": 600.0},
+        "resumed": {"begin_s": 0.001, "output_token_ids": [5]},
+        "with a token": {"begin_s": 0.001},
+    }
+    for request_id, limit in limits.items():
+        rig.host._add(EngineRequest(request_id=request_id, prompt_token_ids=[1], params=SamplingParams(), **limit))
+    rig.host._begin_limits.remove("with a token")
+    await until(lambda: len(vllm.received) == len(limits) and vllm.asked)
+    assert rig.events == [], "vLLM has not answered yet: the step may have begun them"
+    for _ in range(2):  # one question, or two where they are late one by one
+        vllm.steps.put_nowait(None)
+    await until(lambda: rig.events and "late" not in rig.host._running)
+    [event] = rig.events
+    assert (event.request_id, event.error_kind) == ("late", "no_room")
+    assert event.error == "no step began the prompt within 0.001 s"
+    assert vllm.aborted == ["late"]
+    assert set(vllm.asked) == {"tandem_begun"}
+    assert rig.host._running.keys() == limits.keys() - {"late"}
+
+
 async def test_running_requests_without_a_token_are_prompts(module: Any) -> None:
     """vLLM runs three of the five: the two that have a token, and one prompt."""
     meter = module.LoadMeter()
