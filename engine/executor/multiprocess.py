@@ -1,7 +1,7 @@
 """The executor of several ranks: one in the core's process, a worker process for every other.
 
     Start ─▶ all load ─▶ Ready of each ─▶ AllocateKV ─▶ Ready ─▶ steps ─▶ shutdown: the pipes end, the workers exit
-                                                        └─ a worker ends or is stopped ─▶ all are killed ─▶ RankLost
+      └─ at any time from here on: a worker ends or is stopped ─▶ all are killed ─▶ RankLost
 
 A step goes to all ranks at once. Each stage waits for the hidden states of the one before it, and the core's rank, of
 the last stage, ends the step: then every rank has written its keys and values. A large step is divided into
@@ -83,14 +83,12 @@ class _Worker:
     pipe: Connection
     was_stopped: bool = False
 
-    def wait_ready(self) -> None:
-        """Raises EngineError."""
+    def answer(self) -> Ready | None:
+        """To the last message. None: the process has ended without one."""
         try:
-            ready = msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Ready)
+            return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=Ready)
         except (EOFError, OSError):
-            raise EngineError(f"rank {self.rank} ended with status {self.process.wait()} while it started") from None
-        if ready.error is not None:
-            raise EngineError(f"rank {self.rank}: {ready.error}")
+            return None
 
     def kill(self) -> None:
         """Idempotent."""
@@ -134,6 +132,7 @@ class MultiprocessExecutor:
         self._end = weakref.finalize(self, _end_ranks, self._closing, self._workers, self._ends, fds)
         try:
             self._start_workers(config, all_ends)
+            self._start_watcher()
             if self._groups_fd is None:
                 self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
             else:
@@ -145,9 +144,6 @@ class MultiprocessExecutor:
         self.attention_name = self._model.attention_name
         self.warm_up_sizes: Sequence[int] = ()
         self._kv_cache: torch.Tensor
-        arguments = (weakref.ref(self), self._closing)
-        self._watcher = threading.Thread(target=_watch, args=arguments, name="rank-watch", daemon=True)
-        self._watcher.start()
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         del layout, max_model_len
@@ -173,9 +169,16 @@ class MultiprocessExecutor:
         return whole
 
     def _wait_ready(self) -> None:
-        """Raises EngineError."""
-        for worker in self._workers:
-            worker.wait_ready()
+        """Raises EngineError: a rank's own, or else RankLost. A rank that fails ends, and the watcher ends the others:
+        the wait for their answers is short."""
+        answers = [(worker, worker.answer()) for worker in self._workers]
+        for worker, answer in answers:
+            if answer is not None and answer.error is not None:
+                raise EngineError(f"rank {worker.rank}: {answer.error}")
+        for worker, answer in answers:
+            if answer is None:
+                worker.process.wait()
+                raise RankLost(f"{self._lost or worker.problem()} while the engine starts")
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         with self._in_step():
@@ -236,13 +239,17 @@ class MultiprocessExecutor:
         finally:
             close_all(others.values())
 
+    def _start_watcher(self) -> None:
+        arguments = (weakref.ref(self), self._closing)
+        threading.Thread(target=_watch, args=arguments, name="rank-watch", daemon=True).start()
+
     def _send(self, message: Message, workers: Sequence[_Worker]) -> None:
         encoded = self._encoder.encode(message)
-        try:
-            for worker in workers:
+        for worker in workers:
+            try:
                 worker.pipe.send_bytes(encoded)
-        except OSError as error:
-            raise RankLost(f"a rank has ended: {error.strerror}") from error
+            except OSError as error:
+                raise RankLost(self._lost or f"rank {worker.rank} has ended: {error.strerror}") from error
 
 
 def _watch(reference: weakref.ref[MultiprocessExecutor], closing: threading.Event) -> None:

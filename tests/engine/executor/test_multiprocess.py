@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -17,9 +19,12 @@ from engine import LLM, AsyncEngine, SamplingParams
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.messages import EngineRequest
 from engine.errors import CapacityError, EngineDeadError, EngineError, UnsupportedModel
-from engine.executor.multiprocess import MultiprocessExecutor, make_executor
+from engine.executor.multiprocess import MultiprocessExecutor, _start_worker, make_executor
+from engine.executor.process import Start
 from engine.executor.step import MICRO_BATCH_TOKENS
+from engine.executor.worker import load_part
 from engine.machine import usable_cores
+from engine.models import Decoder
 from engine.models.config import ModelConfig
 from engine.ranks import RankLost
 from tests.builders import lively_checkpoint
@@ -255,6 +260,45 @@ def test_what_cannot_be_divided_is_rejected_before_a_process_starts(
 def test_a_start_that_fails_leaves_no_rank(checkpoint: Path, options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         LLM(checkpoint, skip_tokenizer_init=True, tensor_parallel_size=2, num_threads=1, num_blocks=64, **options)
+    assert rank_processes() == []
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "error"),
+    [
+        (signal.SIGSTOP, r"rank 1 \(process \d+\) is stopped"),
+        pytest.param(signal.SIGKILL, "rank 1 .*ended", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stops_or_ends_while_it_starts_ends_the_start(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, signal_number: int, error: str
+) -> None:
+    """While the core's rank loads."""
+
+    def load(*arguments: Any) -> Decoder:
+        (process,) = rank_processes()
+        process.send_signal(signal_number)
+        return load_part(*arguments)
+
+    monkeypatch.setattr("engine.executor.multiprocess.load_part", load)
+    with pytest.raises(EngineError, match=error):
+        engine_of(checkpoint, tensor=2)
+    assert rank_processes() == []
+
+
+def test_the_error_of_a_rank_that_cannot_load_is_not_hidden_by_the_end_of_others(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three ranks, whose core's is the last."""
+
+    def start_worker(start: Start, sockets: Any) -> Any:
+        model = "missing" if start.rank == 1 else start.config.model
+        config = msgspec.structs.replace(start.config, model=model)
+        return _start_worker(msgspec.structs.replace(start, config=config), sockets)
+
+    monkeypatch.setattr("engine.executor.multiprocess._start_worker", start_worker)
+    with pytest.raises(EngineError, match="rank 1: cannot read config"):
+        engine_of(checkpoint, pipeline=3)
     assert rank_processes() == []
 
 
