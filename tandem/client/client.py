@@ -189,6 +189,7 @@ class AsyncClient(_BaseClient):
         self._channel = open_async_channel(target.target, target.options, self._credentials)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._is_closed = False
+        self._streams = set[grpc.aio.UnaryStreamCall[Any, Any]]()
 
     @shows_options
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
@@ -220,6 +221,8 @@ class AsyncClient(_BaseClient):
     async def close(self) -> None:
         """See Client.close."""
         self._is_closed = True
+        for call in self._streams:  # gRPC finds those alone on which a task waits directly
+            call.cancel()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -257,6 +260,7 @@ class AsyncClient(_BaseClient):
             with self._ended_by_close():
                 metadata = self._credentials.metadata()
                 call = self._stub.Generate(calls.request, timeout=calls.remaining_s, metadata=metadata)
+            self._streams.add(call)
             try:
                 with self._ended_by_close():
                     async for response in call:
@@ -270,6 +274,7 @@ class AsyncClient(_BaseClient):
                 if (delay_s := calls.delay_s(failed)) is None:
                     raise await self._explain(error) from error
             finally:
+                self._streams.discard(call)
                 call.cancel()
             await asyncio.sleep(delay_s)
         assembler.finish()

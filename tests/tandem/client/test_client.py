@@ -24,6 +24,7 @@ from tandem.client import registry
 from tandem.client.completion import TokenLogprob
 from tandem.client.request import RequestOptions, generate_request
 from tandem.demo import MODEL_DIR
+from tests.waiting import until
 
 ROUTE = (
     ("tandem-prefill", "p-0"),
@@ -226,6 +227,22 @@ async def test_leaving_an_async_stream_cancels_the_call(router: tuple[ScriptedRo
             async for _ in pieces:
                 break
         assert await asyncio.to_thread(router[0].cancelled.wait, 20)
+
+
+async def test_closing_an_async_client_cancels_its_streams(router: tuple[ScriptedRouter, str]) -> None:
+    """Two wait for the router, another one for its reader."""
+    client = AsyncClient(router[1])
+    read, unread = client.stream("endless"), client.stream("endless")
+    for _ in TEXTS[:-1]:
+        await anext(read)
+    await anext(unread)
+    waiting = [asyncio.ensure_future(anext(read)), asyncio.create_task(client.generate("endless"))]
+    await until(lambda: len(router[0].requests) == 3)
+    await client.close()
+    for ended in (*waiting, anext(unread)):
+        with pytest.raises(TandemError, match="CANCELLED: the client has been closed"):
+            await ended
+    assert router[0].cancelled.wait(20)
 
 
 async def test_async_errors_are_the_same(router: tuple[ScriptedRouter, str]) -> None:
