@@ -117,6 +117,8 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
     try:
         if name == "stop" and isinstance(value, str):
             value = [value]
+        elif name in ("choice", "bad_words") and isinstance(value, str):
+            raise TypeError(f"{value!r} is a string; give a list of strings")
         elif name == "allowed_token_ids":
             value = common_pb2.TokenIds(ids=value)  # type: ignore[arg-type]
         elif name == "choice":

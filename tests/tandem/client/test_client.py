@@ -314,6 +314,13 @@ def test_lists_in_options_find_their_fields() -> None:
     assert dict(sampling.logit_bias) == {4: -1.0}
 
 
+@pytest.mark.parametrize("name", ["choice", "bad_words"])
+def test_a_string_is_no_list_of_them(name: str) -> None:
+    """It would be the list of its letters."""
+    with pytest.raises(TypeError, match=f"{name}: 'red' is a string; give a list of strings"):
+        generate_request("hi", {name: "red"})
+
+
 @pytest.mark.parametrize("prompt", [5, None, b"Once", [b"Once"]])
 def test_what_is_no_prompt_is_named(prompt: Any) -> None:
     with pytest.raises(TypeError, match="a prompt is text, a list of token ids, or a list of"):
