@@ -236,7 +236,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words that must not appear in the output, as they are spelt; at most 64 of 1..256 bytes each."""
+        """Words that must not appear in the output; at most 64 of 1..256 bytes each. Of a word, its tokens at the beginning of a text are
+        excluded, and those after a space if they are as many. For other spellings use bad_word_ids.
+        """
 
     @_builtins.property
     def bad_word_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
