@@ -29,6 +29,7 @@ from engine.ranks import RankLost
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
 from engine.text.chat_template import Tools
 from engine.text.detokenizer import OutputProcessor
+from engine.text.messages import template_messages
 from engine.text.tokenizer import Tokenizer
 from engine.vllm_names import engine_fields
 
@@ -153,12 +154,14 @@ class LLM:
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, with the model's chat template or
-        the jinja source `chat_template`. `chat_template_kwargs` are the template's own switches."""
+        """Answer one conversation (a list of {"role", "content"}, as for the OpenAI port) or a list of them, with the
+        model's chat template or the jinja source `chat_template`. `chat_template_kwargs` are the template's own
+        switches. Raises InvalidRequest, for content that is not text too."""
         if self.tokenizer is None:
             raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        given = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations = [template_messages(one) for one in given]
         variables = chat_template_kwargs or {}
         try:
             token_ids = [tokenizer.encode_chat(one, tools=tools, template_variables=variables) for one in conversations]

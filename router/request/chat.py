@@ -23,6 +23,7 @@ from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, check_constraint
 from engine.sampling.params import SamplingParams
 from engine.sampling.structural_tag import CONTROL
+from engine.text.messages import parsed_arguments
 from engine.text.reasoning import BEGIN, END, ReasoningParser
 from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -329,11 +330,7 @@ def _message(
 
 
 def _call(call: generation_pb2.ToolCall, form: ToolFormat | None) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = call.arguments  # what the model has written, and its client returns
-    function = {"name": call.name, "arguments": arguments}
+    function = {"name": call.name, "arguments": parsed_arguments(call.arguments)}
     return {"id": _template_id(call.id, form), "type": "function", "function": function}
 
 

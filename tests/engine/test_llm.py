@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
@@ -14,6 +15,9 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import CapacityError, EngineError, InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from protos.tandem.v1 import generation_pb2
+from router.api.openai.chat_messages import Message
+from router.request.chat import template_messages
 from tandem.demo import MODEL_DIR
 from tests.builders import lively_checkpoint
 
@@ -39,6 +43,46 @@ def test_a_conversation_is_the_prompt_that_its_template_renders(demo: LLM) -> No
     assert one.prompt_token_ids == prompt
     assert {output.outputs[0].text for output in (one, *several)} == {expected.outputs[0].text}
     assert expected.outputs[0].text
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}]
+PARTS = [{"type": "text", "text": "Add 1 and 2,"}, {"type": "text", "text": "please."}]
+CALLED = [
+    {"role": "user", "content": PARTS},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+]
+TEMPLATE = (
+    "{% for one in messages %}{{ one.role }}: {% if one.content is string %}{{ one.content }}{% endif %}"
+    "{% for call in one.tool_calls %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}; "
+    "{% endfor %}"
+)
+
+
+def test_a_conversation_in_openais_form_is_the_prompt_that_it_is_when_served(demo: LLM) -> None:
+    before = copy.deepcopy(CALLED)
+    body = [Message.model_validate(one).on_wire() for one in CALLED]
+    served = template_messages(generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**one) for one in body]), None)
+    [one] = demo.chat(CALLED, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    renderer = demo.get_tokenizer().with_chat_template(TEMPLATE)
+    assert one.prompt == renderer.render_chat(served)
+    assert one.prompt == 'user: Add 1 and 2,\nplease.; assistant: add {"a": 1, "b": [2]}; tool: 3; '
+    assert one.prompt_token_ids == renderer.encode_chat(served)
+    assert before == CALLED, "the caller's messages have changed"
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": [{"type": "image_url"}]}, r"content\[0\] is of type 'image_url'; allowed: text,"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, r"text of content\[0\]: 5 is not a string"),
+        ({"role": "user", "content": 5}, "content 5 is not a string; allowed: a string, or a list of parts"),
+        ("Hello", "'Hello' is not a message; allowed: "),
+    ],
+)
+def test_a_message_that_is_no_text_is_named(demo: LLM, message: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^messages\[1\]: {problem}"):
+        demo.chat([*QUESTION, message], GREEDY, use_tqdm=False)
 
 
 def test_parameters_are_one_for_all_prompts_or_one_for_each(demo: LLM) -> None:

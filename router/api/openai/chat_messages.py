@@ -8,32 +8,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.errors import shown
+from engine.text import messages
 from router.api.openai.strict_model import StrictModel
+from router.request.validation import service_errors
 from serving.errors import invalid_argument
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
-    """The text of a list of parts of these kinds; anything else as it is."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            problem = f"content[{index}] is of type {shown(kind)}"
-            raise invalid_argument(field, problem, f"text, or parts of type {' or '.join(kinds)}")
-        member = "refusal" if kind == "refusal" else "text"
-        if not isinstance(text := part.get(member), str):
-            raise invalid_argument(field, f"{member} of content[{index}]: {shown(text)} is not a string", "a string")
-        texts.append(text)
-    return "\n".join(texts)
+    """See engine.text.messages. Raises InvalidArgument."""
+    with service_errors():
+        return messages.joined_parts(content, field, kinds)
 
 
 def _content(value: Any) -> Any:
-    return joined_parts(value, kinds=("text", "refusal"))
+    return joined_parts(value, kinds=messages.MESSAGE_PARTS)
 
 
 class CalledFunction(StrictModel):

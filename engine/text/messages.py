@@ -1,0 +1,63 @@
+"""Messages of a chat, from OpenAI's form to what chat templates read: content is a string, arguments are objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequest, shown
+
+MESSAGE_PARTS = ("text", "refusal")
+
+
+def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of one chat, without the members that are None. Raises InvalidRequest."""
+    return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
+    """The text of a list of parts of these kinds; anything else as it is. Raises InvalidRequest."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            problem = f"content[{index}] is of type {shown(kind)}"
+            raise InvalidRequest(field, problem, f"text, or parts of type {' or '.join(kinds)}")
+        member = "refusal" if kind == "refusal" else "text"
+        if not isinstance(text := part.get(member), str):
+            raise InvalidRequest(field, f"{member} of content[{index}]: {shown(text)} is not a string", "a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """A call's arguments; the text itself if it is no JSON: what the model has written, and its client returns."""
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _template_message(message: Any, field: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(field, f"{shown(message)} is not a message", '{"role": …, "content": …}')
+    members = {name: value for name, value in message.items() if value is not None}
+    content = members["content"] = joined_parts(members.get("content", ""), field, MESSAGE_PARTS)
+    if not isinstance(content, str):
+        raise InvalidRequest(field, f"content {shown(content)} is not a string", "a string, or a list of parts")
+    if isinstance(calls := members.get("tool_calls"), list | tuple):
+        members["tool_calls"] = [_template_call(call) for call in calls]
+    return members
+
+
+def _template_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments") or ""
+    if isinstance(arguments, str):
+        arguments = parsed_arguments(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
