@@ -138,10 +138,10 @@ class LLM:
         listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _one_for_each(given, len(listed))
-        batch = _Batch(self.core, self._woken, use_tqdm=use_tqdm, total=len(listed))
+        batch = _Batch(self.core, self._woken)
         is_default = sampling_params is None
         outputs = [self._add(batch, prompt, params, is_default) for prompt, params in zip(listed, each, strict=True)]
-        batch.generate()
+        batch.generate(use_tqdm=use_tqdm)
         return outputs
 
     def chat(
@@ -267,12 +267,11 @@ class _Choice:
 class _Batch:
     """The choices of one `LLM.generate` call: steps the core until all are finished, or aborts them."""
 
-    def __init__(self, core: EngineCore, woken: threading.Event, *, use_tqdm: bool, total: int) -> None:
+    def __init__(self, core: EngineCore, woken: threading.Event) -> None:
         """`woken` is set when the core has something to do after a step without work."""
         self._core = core
         self._woken = woken
         self._running: dict[str, _Choice] = {}
-        self._progress = tqdm(total=total, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         self._num_tokens = 0
         self._queued: list[_Choice] = []
 
@@ -281,8 +280,10 @@ class _Batch:
         choices[0].siblings = choices[1:]
         self._queued.append(choices[0])
 
-    def generate(self) -> None:
+    def generate(self, *, use_tqdm: bool) -> None:
         """Step the core until every choice is finished. On an error all choices are aborted."""
+        total, disable = len(self._queued), not use_tqdm
+        self._progress = tqdm(total=total, desc="Generating", unit="req", disable=disable, dynamic_ncols=True)
         try:
             self._start(self._queued)
             while self._running:

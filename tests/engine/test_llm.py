@@ -96,6 +96,15 @@ def test_parameters_of_another_type_are_not_ignored(demo: LLM, given: Any) -> No
         demo.generate("Once", given, use_tqdm=False)
 
 
+def test_an_invalid_prompt_leaves_no_progress_bar(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts: list[Any] = ["Once", [10**6]]
+    with pytest.raises(InvalidRequest, match="token_ids"):
+        demo.generate(prompts, GREEDY)
+    assert capsys.readouterr().err == ""
+    demo.generate("Once", GREEDY)
+    assert "Generating" in capsys.readouterr().err
+
+
 def test_the_defaults_are_those_of_the_generation_config(demo: LLM) -> None:
     config = json.loads((MODEL_DIR / "generation_config.json").read_text())
     defaults = demo.get_default_sampling_params()
