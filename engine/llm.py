@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from engine.text.messages import template_messages
 from engine.text.tokenizer import Tokenizer
 from engine.vllm_names import engine_fields
 
+_log = logging.getLogger(__name__)
 _OFFLINE = {"max_num_batched_tokens": 2048}
 """Defaults of `EngineConfig` that differ here: no stream waits for its next token, so that long chunks cost nothing."""
 
@@ -52,9 +54,11 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """stop or length; None where the call was interrupted."""
+    """stop, length or error; None where the call was interrupted."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None for EOS."""
+    error: str | None = None
+    """Why `finish_reason` is error: no token was left that the parameters allow. What came before is in the output."""
     cumulative_logprob: float | None = None
     """Sum over the output tokens; None unless `logprobs` was requested."""
     logprobs: list[dict[int, Logprob]] | None = None
@@ -134,7 +138,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
-        in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid."""
+        in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid or its
+        constraint cannot be compiled. An output whose parameters leave no token to sample, which shows only then, ends
+        with finish_reason error."""
         listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _one_for_each(given, len(listed))
@@ -286,6 +292,7 @@ class _Batch:
         self._progress = tqdm(total=total, desc="Generating", unit="req", disable=disable, dynamic_ncols=True)
         try:
             self._start(self._queued)
+            self._core.await_grammars()
             while self._running:
                 self._woken.clear()
                 events = self._core.step()
@@ -307,11 +314,12 @@ class _Batch:
 
     def _apply(self, event: TokensEvent) -> None:
         choice = self._running[event.request_id]
-        if event.error_kind in ("nothing_allowed", "invalid_constraint"):
-            raise InvalidRequest("sampling_params", str(event.error))
-        if event.finish_reason == "error":
+        if event.finish_reason == "error" and event.error_kind != "nothing_allowed":
             raise EngineError(f"{event.request_id}: {event.error}")
         output = choice.output
+        if event.finish_reason == "error":
+            _log.warning("%s ends with finish_reason error: %s", event.request_id, event.error)
+            output.error = event.error
         delta = choice.processor.push(
             event.token_ids, finish_reason=event.finish_reason, stop_token_id=event.stop_token_id
         )

@@ -175,6 +175,12 @@ class EngineCore:
             case _:
                 assert_never(command)
 
+    def await_grammars(self) -> None:
+        """Wait until the constraints of all requests are compiled. Raises InvalidRequest for one that cannot be."""
+        for request in self.scheduler.compiling.values():
+            if request.grammar is not None:
+                request.grammar.result()
+
     def step(self) -> list[Event]:
         """Compute one step, if there is work, and return the events since the last one."""
         if self.begin_step():

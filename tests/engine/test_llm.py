@@ -96,6 +96,24 @@ def test_parameters_of_another_type_are_not_ignored(demo: LLM, given: Any) -> No
         demo.generate("Once", given, use_tqdm=False)
 
 
+def test_a_constraint_that_cannot_be_compiled_is_rejected_before_any_prompt_is_computed(demo: LLM) -> None:
+    num_generated = demo.core.load.num_generated_tokens
+    invalid = SamplingParams(grammar="root ::= foo")
+    with pytest.raises(InvalidRequest, match=r'^grammar: .*Rule "foo" is not defined'):
+        demo.generate(["Once", "Twice"], [GREEDY, invalid], use_tqdm=False)
+    assert demo.core.load.num_generated_tokens == num_generated
+    assert demo.generate("Once", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_an_output_for_which_no_token_is_left_ends_alone(demo: LLM) -> None:
+    impossible = SamplingParams(choice=("red",), allowed_token_ids=(5,), n=2)
+    one, failed = demo.generate(["Once", "Twice"], [GREEDY, impossible], use_tqdm=False)
+    assert one.outputs == demo.generate("Once", GREEDY, use_tqdm=False)[0].outputs
+    assert failed.finished
+    assert [(output.text, output.finish_reason) for output in failed.outputs] == [("", "error")] * 2
+    assert all("the constraint exclude every token" in str(output.error) for output in failed.outputs)
+
+
 def test_an_invalid_prompt_leaves_no_progress_bar(demo: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     prompts: list[Any] = ["Once", [10**6]]
     with pytest.raises(InvalidRequest, match="token_ids"):

@@ -14,7 +14,6 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AddRequest, EngineRequest, TokenLogprob, TokensEvent
-from engine.errors import EngineError
 from engine.llm import CompletionOutput
 from tests.builders import lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
@@ -214,7 +213,8 @@ def test_parameters_that_exclude_every_token_end_their_request_alone(
 ) -> None:
     llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=512)
     impossible = SamplingParams(allowed_token_ids=(3, 4), bad_word_ids=((3,), (4, 4)), max_tokens=5, ignore_eos=True)
-    with pytest.raises(EngineError, match="exclude every token"):
-        llm.generate(prompts[:1], impossible, use_tqdm=False)
+    [failed] = llm.generate(prompts[:1], impossible, use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "exclude every token" in str(failed.outputs[0].error)
     [answer] = llm.generate(prompts[:1], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
     assert len(answer.outputs[0].token_ids) == 5
