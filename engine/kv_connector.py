@@ -12,7 +12,6 @@ the request finished or was aborted.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from engine.config import KVConnectorConfig
 from engine.core.messages import Event, KVProgress, KVTotals, LeaseCommand
 from engine.errors import EngineError
+from engine.imports import named
 from engine.kv_layout import PageLayout
 
 if TYPE_CHECKING:
@@ -137,9 +137,8 @@ class NullKVConnector(KVConnector):
 
 def make_connector(config: KVConnectorConfig, wake: Callable[[], None]) -> KVConnector:
     """Import `module:Class` and build it with its options."""
-    module_name, _, class_name = config.class_path.partition(":")
     try:
-        connector_class = getattr(importlib.import_module(module_name), class_name)
+        connector_class = named(config.class_path)
     except (ImportError, AttributeError) as error:
         raise EngineError(f"kv_connector: cannot import {config.class_path!r}: {error}") from error
     connector: KVConnector = connector_class(wake=wake, **config.options)

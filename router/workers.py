@@ -30,6 +30,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from engine.imports import child_environment
 from router.config import RouterSettings
 from serving.lifecycle import EXIT_FAILED, EXIT_STOPPED, ParentBond
 from serving.metrics import MetricsServer
@@ -179,7 +180,7 @@ class Worker:
             *(sys.executable, "-c", _WORK),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **self._bond.environment()},
+            env={**os.environ, **self._bond.environment(), **child_environment()},
             pass_fds=self._bond.pass_fds,
             start_new_session=True,  # a terminal's Ctrl-C goes to the supervisor alone
         )

@@ -37,6 +37,7 @@ from engine.core.messages import (
     TransferEvent,
 )
 from engine.errors import EngineDeadError, EngineError, InvalidRequest, shown
+from engine.imports import child_environment
 
 _TICK_S = 0.25
 _LATE_S = 0.1
@@ -271,7 +272,11 @@ class ProcessLink:
             process = await asyncio.create_subprocess_exec(
                 *(python, "-m", _MODULES[config.kind], address),
                 stdin=asyncio.subprocess.PIPE,
-                env={"OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive", **os.environ},
+                env={
+                    "OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive",
+                    **os.environ,
+                    **child_environment(),
+                },
             )
         except OSError as error:
             raise EngineError(f"engine.python: {python} cannot be run: {error.strerror}") from error

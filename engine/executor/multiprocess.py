@@ -37,6 +37,7 @@ from engine.executor.executor import Executor, OneProcessExecutor, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
 from engine.executor.worker import forward_part, load_distributed_part, load_part, map_kv, own_kv, rank_view
+from engine.imports import child_environment
 from engine.kv_layout import KVLayout
 from engine.machine import available_bytes, free_host_memory_for_kv
 from engine.models import check_ranks
@@ -282,7 +283,8 @@ def _start_worker(start: Start, sockets: Sequence[socket.socket]) -> _Worker:
     groups = () if start.groups_fd is None else (start.groups_fd,)
     fds = (theirs.fileno(), start.slots_fd, start.kv_fd, *groups, *(sock.fileno() for sock in sockets))
     argv = (sys.executable, "-m", "engine.executor.process", str(theirs.fileno()))
-    process = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL)
+    env = {**os.environ, **child_environment()}
+    process = subprocess.Popen(argv, pass_fds=fds, stdin=subprocess.DEVNULL, env=env)
     theirs.close()
     ours.send_bytes(msgspec.msgpack.encode(start))
     return _Worker(start.rank, process, ours)

@@ -8,7 +8,6 @@ scorer is named `module:Name`: a function like those below, or a class whose ins
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from engine.imports import named
 from protos.tandem.v1 import pools_pb2
 from router.pools.instance_info import InstanceKey, InstanceView
 from router.request.generation_request import Objectives
@@ -107,7 +107,7 @@ def other_domain(decode: InstanceView, view: InstanceView) -> float:
 SCORERS: dict[str, Scorer] = {
     scorer.__name__: scorer for scorer in (queue, waiting_tokens, kv_pressure, prefix, session)
 }
-_CLASS_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +202,12 @@ def _term(text: str) -> Term:
 def _scorer(name: str) -> Scorer:
     if name in SCORERS:
         return SCORERS[name]
-    if (path := _CLASS_PATH.fullmatch(name)) is None:
+    if not _CLASS_PATH.fullmatch(name):
         similar = difflib.get_close_matches(name, SCORERS, n=1, cutoff=0.5)
         hint = f"did you mean {similar[0]}? " if similar else ""
         raise ValueError(f"{name!r} is no scorer; {hint}There are: {', '.join(SCORERS)}, and module:Name of your own")
     try:
-        found = getattr(importlib.import_module(path[1]), path[2])
+        found = named(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"scorer {name}: {error}") from error
     scorer: Scorer = found() if isinstance(found, type) else found

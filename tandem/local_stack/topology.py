@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
 
+from engine.imports import child_environment
 from engine.machine import available_bytes, usable_cores, visible_gpus
 from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
@@ -261,7 +262,12 @@ class Topology:
             run_folder=run_folder,
             # TMPDIR: sockets and other files of the process are removed with it. The thread counts are for libraries
             # that read only the environment.
-            env={"TMPDIR": str(run_folder), "OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)},
+            env={
+                "TMPDIR": str(run_folder),
+                "OMP_NUM_THREADS": str(threads),
+                "NUMBA_NUM_THREADS": str(threads),
+                **child_environment(),
+            },
         )
 
     def _tls_flags(self, name: str) -> dict[str, object]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+
+from engine.imports import child_environment
 
 
 def check_vllm(python: str) -> None:
@@ -14,6 +17,7 @@ def check_vllm(python: str) -> None:
         checked = subprocess.run(
             [python, "-m", "vllm_engine.versions"],
             stdin=subprocess.DEVNULL,
+            env={**os.environ, **child_environment()},
             capture_output=True,
             text=True,
             check=False,

@@ -27,6 +27,7 @@ import torch
 from engine.config import KVConnectorConfig
 from engine.core.messages import EngineRequest, HoldKV, RemoteKV, TransferEvent
 from engine.errors import EngineError
+from engine.imports import child_environment
 from engine.kv_connector import KVLoadResult, make_connector
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
@@ -184,13 +185,14 @@ class SourceEndpoint:
     ) -> None:
         """`folder` is for temporary files of libraries, which do not get to remove them."""
         self._bond = ParentBond()
+        own = {} if folder is None else {"TMPDIR": str(folder)}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **self._bond.environment(), **({} if folder is None else {"TMPDIR": str(folder)})},
+            env={**os.environ, **self._bond.environment(), **child_environment(), **own},
             pass_fds=self._bond.pass_fds,
             process_group=0,
         )

@@ -29,6 +29,7 @@ import torch
 from engine.config import KVConnectorConfig
 from engine.core.messages import TransferEvent
 from engine.errors import EngineError
+from engine.imports import child_environment
 from instance.connectors import CONNECTORS
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, load_bindings
 from kv_transfer.nixl.transfers import TransferMetadata
@@ -413,6 +414,7 @@ def _private_redis(folder: Path, max_bytes: int) -> Iterator[str]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, **child_environment()},
         process_group=0,
     )
     try:
