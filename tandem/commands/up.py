@@ -146,7 +146,8 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option(
     "--threads", type=IntRange(min=1),
-    help="Threads of each instance, divided among its ranks; absent: one for each of its cores.",
+    help="Threads of each instance, divided among its ranks; absent: one for each of its cores, "
+    "within a container's CPU limit.",
 )  # fmt: skip
 @click.option(
     "--api-key", metavar="KEY", envvar="TANDEM_API_KEY", show_envvar=True,

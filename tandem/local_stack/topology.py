@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from engine.imports import child_environment
-from engine.machine import available_bytes, usable_cores, visible_gpus
+from engine.machine import available_bytes, usable_cores, useful_threads, visible_gpus
 from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
@@ -177,8 +177,9 @@ class Topology:
         if self._free_cores:
             self._cores[name] = self._free_cores.pop(0)
         settings, cores = self._settings, self._cores.get(name, ())
-        # Without its own cores it gets an equal share of all, at least one.
-        threads = settings.threads or len(cores) or max(1, len(usable_cores()) // settings.num_planned)
+        # A container's CPU limit may be below its cores.
+        share = max(1, useful_threads() // settings.num_planned)
+        threads = settings.threads or min(len(cores) or share, share)
         threads = max(1, threads // settings.parallelism.num_ranks)
         flags = {
             "--model": settings.model,

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine import machine
 from tandem.client.credentials import ROUTER
+from tandem.local_stack import topology as topology_module
 from tandem.local_stack.desired_state import InvalidSize
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
@@ -67,6 +69,21 @@ def test_instances_compute_the_model_as_the_stack_says() -> None:
     assert "--model-impl" not in with_vllm.argv
 
 
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize(("cpu_max", "threads"), [("200000", "1"), ("500000", "2"), ("max", "16")])
+def test_an_instance_has_no_more_threads_than_its_share_of_the_containers_limit(
+    cpu_max: str, threads: str, pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(f"{cpu_max} 100000\n")
+    monkeypatch.setattr(machine.useful_threads, "__defaults__", (tmp_path,))
+    for module in (machine, topology_module):
+        monkeypatch.setattr(module, "usable_cores", lambda: list(range(32)))
+    for spec in instances(topology(pin=pin), "prefill-0", "decode-0"):
+        assert option(spec, "--num-threads") == spec.env["OMP_NUM_THREADS"] == threads
+    [given] = instances(topology(pin=pin, threads=4), "decode-0")
+    assert option(given, "--num-threads") == "4"
+
+
 def test_ranks_of_an_instance_divide_its_threads() -> None:
     [spec] = instances(topology(tensor_parallel_size=2, pipeline_parallel_size=3, threads=12), "decode-0")
     assert (option(spec, "--tensor-parallel-size"), option(spec, "--pipeline-parallel-size")) == ("2", "3")
@@ -106,6 +123,7 @@ def test_memory_is_shared_out_for_the_planned_sizes_once(monkeypatch: pytest.Mon
 
 def test_a_new_instance_gets_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.local_stack.topology.usable_cores", lambda: [0, 1, 2, 3, 4, 5])
+    monkeypatch.setattr("tandem.local_stack.topology.useful_threads", lambda: 6)
     made = topology(max_decode=2)
     first = instances(made, "prefill-0", "decode-0")
     assert [option(spec, "--cpu-cores") for spec in first] == ["[0, 1]", "[2, 3]"]
