@@ -7,6 +7,9 @@ folder itself keeps systemd-tmpfiles from removing files in it that were not use
 
     create() ─▶ running (locked) ─remove()─▶ gone
                     └─ killed ─▶ stale (unlocked) ─sweep(), at the next start─▶ gone
+
+Stacks that see different temporary directories, as services with PrivateTmp and containers do, may share the folder of
+the state files. A running stack writes its own again where it is gone.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from tandem.client.here import reaches
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
+_UNSEEN_KEPT_S = 86_400.0
+"""How long the state file is kept of a stack whose folder is not seen here."""
 _MAX_FOLDER_BYTES = 40
 """A socket's path has at most 107 bytes, of which up to 67 are below this folder."""
 
@@ -107,9 +112,15 @@ def made_state_dir() -> Path:
     return path
 
 
+def state_file(stack: RunningStack) -> Path:
+    """Where `stack` is announced. Raises OSError for a user without a home."""
+    return state_dir() / f"stack-{stack.pid}-{Path(stack.folder).name[-8:]}.json"
+
+
 def announce(stack: RunningStack) -> Path:
     """Writes the state file of `stack` atomically, with mode 0600; returns its path."""
-    path = made_state_dir() / f"stack-{stack.pid}-{Path(stack.folder).name[-8:]}.json"
+    made_state_dir()
+    path = state_file(stack)
     unfinished = path.with_suffix(".tmp")
     unfinished.touch(mode=0o600)
     unfinished.write_text(json.dumps(asdict(stack)))
@@ -165,14 +176,19 @@ def credentials_for(address: str) -> Credentials:
 def sweep() -> int:
     """Removes folders and state files left behind by killed stacks of this user; returns the number of folders."""
     num_removed = 0
+    for path, stack in _announced():
+        if _is_left_behind(path, Path(stack.folder)):
+            path.unlink(missing_ok=True)
     for folder in temporary_folder().glob(_folder_prefix() + "*"):
         if _is_ours(folder) and not _is_locked(folder):
             shutil.rmtree(folder, ignore_errors=True)
             num_removed += 1
-    for path, stack in _announced():
-        if not _is_locked(Path(stack.folder)):
-            path.unlink(missing_ok=True)
     return num_removed
+
+
+def _is_left_behind(state_file: Path, folder: Path) -> bool:
+    """Whether a state file may go. A stack whose folder is not seen may run, and announces itself again if it does."""
+    return not _is_locked(folder) and (_is_ours(folder) or _age_s(state_file) > _UNSEEN_KEPT_S)
 
 
 def _locked_folders() -> Iterator[Path]:
@@ -197,7 +213,7 @@ def _is_locked(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return _age_s(folder) < _UNLOCKED_GRACE_S
+        return _age_s(folder) < _UNLOCKED_GRACE_S and _is_ours(folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: other commands may look at the same time
     except OSError:
@@ -208,10 +224,10 @@ def _is_locked(folder: Path) -> bool:
         os.close(descriptor)
 
 
-def _age_s(folder: Path) -> float:
+def _age_s(path: Path) -> float:
     """Seconds since its last change; infinite if it is gone, which may happen at any time."""
     try:
-        return time.time() - folder.stat().st_mtime if folder.is_dir() else math.inf
+        return time.time() - path.stat().st_mtime
     except OSError:
         return math.inf
 

@@ -38,6 +38,8 @@ _POLL_S = 0.01
 _CHECK_INTERVAL_S = 0.05
 _LOOK_INTERVAL_S = 0.2
 """Between two looks into the logs of processes that start."""
+_ANNOUNCED_LOOK_S = 1.0
+"""Between two looks at the state file."""
 _SERVING_TIMEOUT_S = 60.0
 _SERVING_LOOK_S = 5.0
 """How long the router is asked before the processes are looked at again."""
@@ -89,6 +91,8 @@ class LocalStack:
         self._processes: LocalProcesses | None = None
         self._supervisor: Supervisor | None = None
         self._announced: RunningStack | None = None
+        self._state_files: set[Path] = set()
+        self._next_look_s = 0.0
         self._stop_starting: threading.Event | None = None
         self.is_stopping = False
         """Or it has stopped: nothing may interrupt that."""
@@ -251,12 +255,28 @@ class LocalStack:
         """
         assert self._supervisor is not None, "the stack has not started"
         events = self._supervisor.check()
-        if self._announced is not None and self._announced.instances != self.instances:
-            announced = replace(self._announced, instances=self.instances)
-            with suppress(OSError):  # as on a full disk: the next check repeats it
-                registry.announce(announced)
-                self._announced = announced
+        with suppress(OSError):  # as on a full disk: a later check repeats it
+            self._keep_announced()
         return events
+
+    def _keep_announced(self) -> None:
+        """Writes the state file again if the instances have changed, or if it is gone: systemd deletes the runtime
+        directory when its user logs out. Raises OSError."""
+        if self._announced is None:
+            return
+        announced = replace(self._announced, instances=self.instances)
+        if announced == self._announced:
+            if time.monotonic() < self._next_look_s:
+                return
+            self._next_look_s = time.monotonic() + _ANNOUNCED_LOOK_S
+            if registry.state_file(announced).exists():
+                return
+        self._state_files.add(registry.announce(announced))
+        self._announced = announced
+
+    def _withdraw(self) -> None:
+        while self._state_files:
+            self._state_files.pop().unlink(missing_ok=True)
 
     def serve(self, stop: threading.Event, on_event: Callable[[StackEvent], None]) -> None:
         """Supervises until `stop` is set. Raises what `supervise` raises."""
@@ -270,8 +290,8 @@ class LocalStack:
         self._processes.start(self.processes[name])
 
     def announce(self) -> None:
-        """Lets the commands on this machine find the stack; `supervise` keeps the instances up to date. Raises
-        OSError."""
+        """Lets the commands on this machine find the stack; `supervise` keeps the state file there and up to date.
+        Raises OSError."""
         self._announced = RunningStack(
             address=self.address,
             folder=str(self.folder),
@@ -284,7 +304,8 @@ class LocalStack:
             http_address=self.http_address or "",
             router_workers=self.settings.router_workers,
         )
-        self._cleanup.callback(registry.announce(self._announced).unlink, missing_ok=True)
+        self._cleanup.callback(self._withdraw)
+        self._state_files.add(registry.announce(self._announced))
 
     def stop(self) -> None:
         """Ends every process and removes the folder and the state file. Idempotent."""

@@ -146,6 +146,17 @@ def test_what_a_killed_stack_left_is_swept_and_what_a_living_one_has_is_not() ->
     living.remove()
 
 
+def test_the_state_file_of_a_stack_that_sees_another_temporary_directory_is_kept_for_a_day(short_folder: Path) -> None:
+    """As of a service with PrivateTmp, or in another container with the same home: it may run."""
+    path = announced(short_folder / f"tandem-{os.getuid()}-elsewhere")
+    registry.sweep()
+    assert path.exists()
+    assert registry.running_stacks() == []
+    os.utime(path, (0, 0))
+    registry.sweep()
+    assert not path.exists()
+
+
 def test_a_stack_that_starts_meanwhile_keeps_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     flock = fcntl.flock
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from serving.auth import BearerTokens
 from tandem.client import health
-from tandem.client.registry import credentials_for, metrics_address_of
+from tandem.client.registry import credentials_for, metrics_address_of, running_stacks
 from tandem.commands.up import usage_text
 from tandem.local_stack import stack as stack_module
 from tandem.local_stack import supervisor, topology
@@ -100,6 +101,34 @@ def test_the_api_key_reaches_the_router_as_a_digest_and_this_users_commands(monk
         assert not any("k" * 32 in part for process in stack.processes.values() for part in process.spec.argv)
         assert '-H "Authorization: Bearer $(cat ' in usage_text(stack)
         assert "live page" not in usage_text(stack), "it has none"
+
+
+def test_a_stack_whose_state_file_is_removed_is_announced_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by systemd, which deletes the runtime directory when its user logs out and makes it at the next login."""
+    scripted(monkeypatch, {})
+    home, runtime = temporary / "home", temporary / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    with LocalStack(settings()) as stack:
+        stack.announce()
+        [before] = running_stacks()
+        # STEP the file alone is removed
+        for file in (runtime / "tandem").iterdir():
+            file.unlink()
+        assert running_stacks() == []
+        until(stack, lambda: running_stacks() == [before])
+        # STEP the whole folder is: the home takes its place
+        shutil.rmtree(runtime)
+        until(stack, lambda: running_stacks() == [before])
+        assert list((home / ".tandem").iterdir())
+        # STEP it is there again
+        runtime.mkdir()
+        until(stack, lambda: running_stacks() == [before])
+        assert list((runtime / "tandem").iterdir())
+    assert not [*(home / ".tandem").iterdir(), *(runtime / "tandem").iterdir()]
 
 
 @pytest.mark.parametrize("router_workers", [1, 2])
