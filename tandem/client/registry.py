@@ -102,13 +102,14 @@ def state_dir() -> Path:
 
 
 def made_state_dir() -> Path:
-    """`state_dir`, created with mode 0700. Raises OSError."""
-    path = state_dir()
+    """`state_dir`, created with mode 0700. Raises OSError if files cannot be written there."""
+    path, hint = state_dir(), "remove it, or set XDG_RUNTIME_DIR to a folder of this user"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        hint = "remove it, or set XDG_RUNTIME_DIR to a folder of this user"
         raise OSError(f"{path}, where running stacks are announced, cannot be made: {error.strerror}; {hint}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OSError(f"{path}, where running stacks are announced, cannot be written; {hint}")
     return path
 
 

@@ -212,6 +212,14 @@ def test_a_broken_state_file_is_no_running_stack() -> None:
     assert registry.running_stacks() == []
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = registry.made_state_dir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda tried, mode: tried != path and access(tried, mode))  # root may write all
+    with pytest.raises(OSError, match=rf"^{path}, .*, cannot be written; remove it, or set XDG_RUNTIME_DIR to"):
+        registry.made_state_dir()
+
+
 @pytest.mark.parametrize("home", ["absent", "file/home", None])
 def test_a_client_needs_no_home(home: str | None, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (short_folder / "file").touch()
