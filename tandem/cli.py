@@ -6,7 +6,9 @@ This module imports little but click, so that a mistyped command line is answere
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import sys
 
 import click
 
@@ -64,6 +66,9 @@ def main(context: click.Context) -> None:
     """
     if os.environ.get("NO_COLOR"):  # https://no-color.org
         context.color = False
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="replace")  # a character that the locale lacks must end no command
 
 
 if __name__ == "__main__":

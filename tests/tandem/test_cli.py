@@ -154,6 +154,22 @@ def test_the_completion_script_calls_the_command_as_the_shell_expects(shell: str
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_a_locale_without_a_character_shows_a_question_mark() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "bench", "serve", "--help"],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"--rate, --request-rate R[,R?]" in done.stdout
+
+
+def test_a_command_without_standard_streams_runs() -> None:
+    """As of a service that closes them."""
+    command = [sys.executable, "-m", "tandem", "bench", "serve", "--help"]
+    done = subprocess.run(["bash", "-c", '"$@" >&- 2>&-', "bash", *command])
+    assert done.returncode == 0
+
+
 def test_the_package_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "tandem", "up", "--help"], capture_output=True, text=True)
     assert done.stdout.startswith("Usage: tandem up"), done.stderr
