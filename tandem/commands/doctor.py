@@ -26,7 +26,7 @@ from engine.checkpoint import ModelNotFound, check_checkpoint, display_name, res
 from engine.errors import to_install
 from engine.machine import available_bytes, cpu_quota, usable_cores, visible_gpus
 from tandem.client.registry import temporary_folder
-from tandem.commands.options import kv_options
+from tandem.commands.options import interruptible, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
 
 if TYPE_CHECKING:
@@ -118,14 +118,17 @@ def command(
     if not quick:
         checks += [check_connector(choice) for choice in choices]
     checks.append(check_running_stacks())
-    num_failed = 0
-    for check in checks:
-        for finding in _guarded(check):
-            num_failed += finding.verdict == "fail"
-            click.secho(f"{finding.verdict:<5}", fg=_COLOURS[finding.verdict], nl=False)
-            click.echo(f"{finding.subject:<16} {finding.text}" + (f"  → {finding.remedy}" if finding.remedy else ""))
+    with interruptible():
+        num_failed = sum(_show(finding) for check in checks for finding in _guarded(check))
     if num_failed:
         raise click.exceptions.Exit(1)
+
+
+def _show(finding: Finding) -> bool:
+    """Prints its line; whether it says fail."""
+    click.secho(f"{finding.verdict:<5}", fg=_COLOURS[finding.verdict], nl=False)
+    click.echo(f"{finding.subject:<16} {finding.text}" + (f"  → {finding.remedy}" if finding.remedy else ""))
+    return finding.verdict == "fail"
 
 
 def _guarded(check: Iterator[Finding]) -> Iterator[Finding]:

@@ -6,9 +6,12 @@ import errno
 import math
 import os
 import signal
+import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -132,6 +135,42 @@ def end_signals() -> list[signal.Signals]:
     """Those that end a command; not a SIGHUP that is ignored, as under nohup."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignores_hangup else [signal.SIGHUP])]
+
+
+def leave_terminal() -> None:
+    """After a SIGHUP: drops what is printed to a terminal that is gone, where it would fail, and ignores a further
+    SIGHUP, as the end of the shell sends."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                with open(os.devnull, "wb") as nothing:
+                    os.dup2(nothing.fileno(), descriptor)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """The first Ctrl-C, or a like signal, ends a transfer of blocks by SystemExit; a second one must not interrupt the
+    cleanup."""
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        if signum == signal.SIGHUP:
+            leave_terminal()
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, on_signal) for number in end_signals()}
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("\nstopped; all files, keys and processes are removed", err=True)
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -23,8 +23,10 @@ from tandem.commands.options import (
     OutputFile,
     OutputFolder,
     credential_options,
+    end_signals,
     given_credentials,
     given_options,
+    leave_terminal,
     option_group,
     write_errors,
 )
@@ -174,7 +176,7 @@ _output_options = option_group(
 )  # fmt: skip
 
 
-_STOPPED_BY = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_STOPPED_BY = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 _OF_A_ROUTER = ("connections", "server_name", "token_file")
 _OF_TLS = ("ca_file", "cert_file", "key_file")
 _OF_A_TRACE = (
@@ -310,17 +312,20 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
 
 
 def _stop_on_signals(results: Results) -> asyncio.Event:
-    """Set by the first Ctrl-C or SIGTERM, which `results` name; a second one has its default effect."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    """Set by the first Ctrl-C, or a like signal, which `results` name; a second one has its default effect, but for a
+    SIGHUP after another."""
+    stop, loop, numbers = asyncio.Event(), asyncio.get_running_loop(), end_signals()
 
     def on_signal(name: str) -> None:
         results.stopped_by = name
         stop.set()
-        for number in _STOPPED_BY:
+        for number in numbers:
             loop.remove_signal_handler(number)
+        if name == _STOPPED_BY[signal.SIGHUP]:
+            leave_terminal()
 
-    for number, name in _STOPPED_BY.items():
-        loop.add_signal_handler(number, on_signal, name)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, _STOPPED_BY[number])
     return stop
 
 

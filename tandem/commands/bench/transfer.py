@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from engine.errors import to_install
-from tandem.commands.options import INTERRUPTED, Choice, IntRange, OutputFile, end_signals, kv_options, write_errors
+from tandem.commands.options import Choice, IntRange, OutputFile, interruptible, kv_options, write_errors
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -102,7 +98,7 @@ def command(
         for block_bytes in block_sizes
         for num_blocks in block_counts
     ]
-    with _interruptible():
+    with interruptible():
         results, num_failed = _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds)
     if json_file is not None and results:
         from tandem.bench.transfer.measure import write_json
@@ -188,25 +184,3 @@ class _ProgressLine:
     def clear(self) -> None:
         if self._is_live:
             click.echo("\r\033[K", nl=False, err=True)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """The first Ctrl-C, or a like signal, ends the measurement; a second one must not interrupt the cleanup."""
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, on_signal) for number in end_signals()}
-    try:
-        yield
-    except KeyboardInterrupt:
-        click.echo("\nstopped; all files, keys and processes are removed", err=True)
-        raise SystemExit(INTERRUPTED) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

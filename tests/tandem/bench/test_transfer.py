@@ -29,7 +29,7 @@ from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFail
 from tandem.bench.transfer.measure import Figures, Result, measure, table
 from tandem.bench.transfer.media import Medium, SharedStorageMedium, file_system, medium_of, transport
 from tandem.cli import main
-from tandem.commands.bench.transfer import _interruptible
+from tandem.commands.options import interruptible
 from tandem.connectors import ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
 from tests.waiting import wait_until
@@ -188,7 +188,7 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers) -> None:
-    with _interruptible():
+    with interruptible():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGHUP) is ignored_hangup
 

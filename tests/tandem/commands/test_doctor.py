@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -21,6 +26,7 @@ from tandem.commands.doctor import Finding, check_connector
 from tandem.connectors import ConnectorChoice, split_connectors
 from tandem.demo import MODEL_DIR
 from tests.kv_transfer.stores.redis.redis_server import redis_server
+from tests.waiting import wait_until
 
 
 class RpcFailed(grpc.RpcError):
@@ -51,6 +57,26 @@ def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it(monkeypa
     assert {finding.verdict for finding in found.values()} == {"warn"}
     assert found["nixl"].remedy == "pip install -c constraints.txt -e '.[nixl]' in the checkout"
     assert "'.[structured-output]'" in found["xgrammar"].remedy
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_transfer_and_leaves_no_file_and_no_process(number: int, short_folder: Path) -> None:
+    code = "from tandem.commands import doctor; doctor._NUM_ROUNDS = 10**6; doctor.command()"  # it ends by the signal
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(short_folder)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        parent = psutil.Process(process.pid)
+        wait_until(lambda: parent.children() and [*short_folder.glob("tandem-transfer-*")])
+        children = parent.children(recursive=True)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "\nstopped; all files, keys and processes are removed\n")
+    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not list(short_folder.iterdir())
 
 
 def test_a_missing_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

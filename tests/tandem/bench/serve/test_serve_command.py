@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import re
 import signal
 import ssl
@@ -15,9 +16,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tandem.bench.serve.results import Results
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder
+from tandem.commands.bench.serve import _stop_on_signals
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.pki import StackCa
 from tests.certificates import files_of
@@ -27,6 +30,7 @@ from tests.waiting import until
 
 SMALL = ("--prompt-len", "8", "--output-len", "4", "--pause", "0")
 GUARD_S = 60.0
+SIGNALS = [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
 
 
 def arguments(*args: str) -> tuple[str, ...]:
@@ -208,7 +212,7 @@ def test_when_everything_fails_so_does_the_command(serve: Serve) -> None:
     assert "0 ok, 0 failed, 3 refused" in output
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(("number", "name"), SIGNALS)
 async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path, number: int, name: str) -> None:
     def half_hang(index: int) -> Behaviour:
         return Behaviour(hang_at=2 if index >= 4 and index % 2 else None)
@@ -241,6 +245,33 @@ async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path
     assert server.num_requests == 10
 
 
+async def test_a_terminal_that_is_closed_ends_it_and_the_file_has_what_was_measured(tmp_path: Path) -> None:
+    file, (terminal, its_end) = tmp_path / "j", pty.openpty()
+    async with FakeTandem(lambda index: Behaviour(hang_at=2 if index > 4 else None)) as server:
+        process = await asyncio.create_subprocess_exec(
+            *("setsid", "--ctty", sys.executable, "-m", "tandem.cli"),
+            *arguments("--address", server.address, "--json", str(file)),
+            stdin=its_end, stdout=its_end, stderr=its_end,
+        )  # fmt: skip
+        os.close(its_end)
+        async with asyncio.timeout(GUARD_S):
+            while server.in_flight < 1 or server.num_requests < 6:
+                assert process.returncode is None
+                await asyncio.sleep(0.02)
+            os.close(terminal)
+            assert await process.wait() == 130
+    results = json.loads(file.read_text())
+    assert (results["stopped_by"], results["points"][0]["num_succeeded"]) == ("SIGHUP", 1)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers) -> None:
+    async def handler() -> object:
+        _stop_on_signals(Results("endpoint", "model", {}))
+        return signal.getsignal(signal.SIGHUP)
+
+    assert asyncio.run(handler()) is ignored_hangup
+
+
 async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None:
     async with FakeTandem(Behaviour(hang_at=0)) as server, asyncio.timeout(GUARD_S):
         process = await started("--address", server.address)
@@ -253,7 +284,7 @@ async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None
     assert "PARTIAL, stopped: Ctrl-C; nothing was measured" in output.decode()
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(("number", "name"), SIGNALS)
 async def test_a_signal_ends_the_planning_of_a_long_load(number: int, name: str) -> None:
     async with FakeTandem() as server, asyncio.timeout(GUARD_S):
         process = await started(
