@@ -28,7 +28,7 @@ from router.picking.disaggregation import Disaggregation
 from router.picking.weights_shares import SHOWN_DIGITS
 from router.pools.instance import State
 from router.pools.instance_info import Role
-from router.request.request_log import RequestLog
+from router.request.request_log import RequestLog, TokenGaps
 from router.resilience.safeguards import Safeguards
 from serving.histogram import Histogram
 from serving.logging import RequestEvent, Timeline
@@ -87,7 +87,7 @@ class RouterMetrics:
         timeline: Timeline,
         path: Path | None,
         *,
-        num_choices: int,
+        gaps: TokenGaps,
         num_prompt: int,
         num_output: int,
         is_warm: bool = True,
@@ -103,12 +103,10 @@ class RouterMetrics:
         if path is None or (first_s := timeline.at(RequestEvent.FIRST_TOKEN)) is None:
             return
         self.first_token[path].observe(first_s - timeline.marks[0][1])
-        num_gaps = num_output / max(1, num_choices) - 1
-        if num_gaps > 0:
-            gap_s = (timeline.marks[-1][1] - first_s) / num_gaps
+        if (gap_s := gaps.mean_s) is not None:
             self.output_token[path].observe(gap_s)
             if is_warm:
-                self.recent.ended(gap_s, num_gaps)
+                self.recent.ended(gap_s, gaps.number)
 
 
 @dataclass(eq=False)
@@ -178,7 +176,7 @@ def _latencies(metrics: RouterMetrics) -> Iterator[Metric]:
     for name, documentation, label, histograms in (
         ("stage", "Length of a stage of a request.", "stage", metrics.stages),
         ("time_to_first_token", "From the call to sending the first token.", "path", metrics.first_token),
-        ("time_per_output_token", "Mean gap between a request's tokens.", "path", metrics.output_token),
+        ("time_per_output_token", "Mean gap between the tokens of a request's choices.", "path", metrics.output_token),
     ):
         yield histogram(f"tandem_router_{name}_seconds", documentation, histograms, label)
 

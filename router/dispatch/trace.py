@@ -32,7 +32,7 @@ from router.pools.instance_info import Role
 from router.pools.throughput import ThroughputEstimator
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from router.request.request_log import RequestSummary
+from router.request.request_log import RequestSummary, sum_of
 from router.resilience.retry import CallFailed
 from router.resilience.safeguards import Guard
 from serving import tracing
@@ -155,6 +155,7 @@ class RequestTrace:
             num_prompt_tokens=request.num_prompt_tokens if request else 0,
             num_cached_tokens=choices[0].num_cached_tokens if choices else None,
             num_tokens=sum(choice.num_generated for choice in choices),
+            gaps=sum_of(choice.gaps for choice in choices),
             prefill=tuple(self._prefill),
             decode=tuple(self._decode),
             prefilled_by=self._prefilled_by,
@@ -174,7 +175,7 @@ class RequestTrace:
             outcome,
             self.timeline,
             None if not self._decisions else "split" if self._paths[0] else "local",
-            num_choices=request.num_choices_left if request else 0,
+            gaps=sum_of(choice.gaps for choice in self._choices),
             num_prompt=num_prompt_tokens,
             num_output=num_tokens,
             is_warm=self._is_warm,

@@ -11,11 +11,14 @@ nothing.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protos.tandem.v1 import common_pb2
 from router.pools.instance_info import Identity, InstanceKey, InstanceView
 from router.request.generation_request import NO_OBJECTIVES, GenerationRequest, Objectives, to_wire
+from router.request.request_log import NO_GAPS, TokenGaps
 
 _PLACE = ("stream_epoch", "choice", "token_index", "text_offset")
 """The fields that say where a chunk continues."""
@@ -49,6 +52,9 @@ class Choice:
     _num_before_attempt: int = 0
     num_cached_tokens: int | None = None  # of the prompt, where it was prefilled first; None: not known yet
     _num_stored_tokens: int = 0  # of these, those from a store
+    now: Callable[[], float] = time.monotonic
+    _first_token_s: float | None = None  # when this router accepted the first of its tokens
+    _last_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed.get(self.index)
@@ -65,6 +71,13 @@ class Choice:
         """Of the emitted ones, those that this router has emitted."""
         resumed = self.request.resumed.get(self.index)
         return len(self.token_ids) - (0 if resumed is None else len(resumed.token_ids))
+
+    @property
+    def gaps(self) -> TokenGaps:
+        """Between the tokens that this router has emitted: fewer than two have none."""
+        if self._first_token_s is None or self.num_generated < 2:
+            return NO_GAPS
+        return TokenGaps(self._last_token_s - self._first_token_s, self.num_generated - 1)
 
     @property
     def required_identity(self) -> Identity | None:
@@ -143,6 +156,8 @@ class Choice:
         is_last = chunk.HasField("finish")
         if is_last:
             self._take_finish(chunk)
+        if token_ids:
+            self._note_time()
         self.token_ids.extend(token_ids)
         self.num_chars += len(chunk.text)
         if is_last and chunk.HasField("finish"):  # that of a hand-over was removed
@@ -161,6 +176,11 @@ class Choice:
             text_offset=self.num_chars,
             finish=finish,
         )
+
+    def _note_time(self) -> None:
+        self._last_token_s = self.now()
+        if self._first_token_s is None:
+            self._first_token_s = self._last_token_s
 
     def _take_finish(self, chunk: common_pb2.TokenChunk) -> None:
         reason = chunk.finish.reason

@@ -8,13 +8,37 @@ Kept only where the page is on. A request costs an entry and, at its end, a summ
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from serving.logging import RequestEvent
 
 MAX_ENDED = 6000
 """Five minutes of 1 200 requests each; about 7 MB."""
+
+
+class TokenGaps(NamedTuple):
+    """The gaps between consecutive tokens of the same choice."""
+
+    total_s: float = 0.0
+    number: int = 0
+
+    @property
+    def mean_s(self) -> float | None:
+        """None without gaps."""
+        return self.total_s / self.number if self.number else None
+
+    def since(self, earlier: TokenGaps) -> TokenGaps:
+        return TokenGaps(self.total_s - earlier.total_s, self.number - earlier.number)
+
+
+def sum_of(gaps: Iterable[TokenGaps]) -> TokenGaps:
+    every = [*gaps]
+    return TokenGaps(sum(one.total_s for one in every), sum(one.number for one in every))
+
+
+NO_GAPS = TokenGaps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,8 @@ class RequestSummary:
     num_cached_tokens: int | None = None
     """Of the prompt, at the instance that prefilled the first choice; None: not known yet."""
     num_tokens: int = 0
+    gaps: TokenGaps = NO_GAPS
+    """Of all its choices."""
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     """The instances in the order in which they were picked."""

@@ -23,7 +23,7 @@ from router.api.live.state import stages_of
 from router.app import RouterApp
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Reason
-from router.request.request_log import RequestLog
+from router.request.request_log import NO_GAPS, RequestLog, TokenGaps
 from router.request.validation import ServedModel
 from serving.logging import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
@@ -301,10 +301,10 @@ def test_one_token_has_no_gap() -> None:
     metrics, timeline = RouterMetrics(), Timeline()
     for at_s, event in enumerate((RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN, RequestEvent.FINISHED)):
         timeline.mark(event, float(at_s))
-    metrics.request_ended("finished", timeline, "local", num_choices=1, num_prompt=5, num_output=1)
+    metrics.request_ended("finished", timeline, "local", gaps=NO_GAPS, num_prompt=5, num_output=1)
     assert metrics.first_token["local"].sum == 1.0
     assert metrics.output_token["local"].count == 0
-    metrics.request_ended("finished", timeline, "local", num_choices=2, num_prompt=5, num_output=22)
+    metrics.request_ended("finished", timeline, "local", gaps=TokenGaps(2.0, 20), num_prompt=5, num_output=22)
     assert metrics.output_token["local"].sum == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
 
 

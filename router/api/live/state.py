@@ -22,7 +22,7 @@ from router.autoscaler.observation import InstanceSample
 from router.autoscaler.resizer import Change
 from router.autoscaler.router_signals import weighted_quantile
 from router.pools.instance_info import InstanceKey, InstanceView, Role
-from router.request.request_log import RequestSummary
+from router.request.request_log import NO_GAPS, RequestSummary, TokenGaps
 from serving.logging import RequestEvent
 
 Json = dict[str, Any]
@@ -111,13 +111,22 @@ class _Second:
         return point
 
 
+class _Progress(NamedTuple):
+    """What a request had emitted at a reading."""
+
+    num_tokens: int
+    gaps: TokenGaps
+    since_s: float
+    """When it had not emitted more before."""
+
+
 class LiveState:
     """Makes states of readings, each later than the one before."""
 
     def __init__(self) -> None:
         self._last_s: float | None = None
         self._wall_s = 0.0  # `time.time()` of monotonic 0: the same for all states, or equal times would differ
-        self._progress: dict[int, tuple[int, float]] = {}  # by request: tokens, since when
+        self._progress: dict[int, _Progress] = {}  # by request
         self._counted: dict[InstanceKey, tuple[int, int]] = {}  # tokens prefilled, generated
         self._points: Json = {}
         self._ended: Json = {}
@@ -156,7 +165,7 @@ class LiveState:
             if second in seconds:
                 self._points[self._name(second)] = seconds[second].point()
         for request in reading.running:
-            self._progress[request.number] = (request.num_tokens, reading.now_s)
+            self._progress[request.number] = _Progress(request.num_tokens, request.gaps, reading.now_s)
 
     def _add_point(self, reading: Reading, ended: Sequence[RequestSummary], last_s: float) -> None:
         second = _Second(num_running=len(reading.running), num_queued=reading.router.get("queued", 0))
@@ -169,7 +178,7 @@ class LiveState:
             if last_s < first_s <= reading.now_s:
                 second.ttfts.append((first_s - request.received_s, 1.0))
             now_s = request.last_s if request.outcome else reading.now_s
-            progress = before.get(request.number, (0, first_s))
+            progress = before.get(request.number, _Progress(0, NO_GAPS, first_s))
             after = _advance(request, progress, now_s, second)
             if not request.outcome:
                 self._progress[request.number] = after
@@ -207,9 +216,8 @@ class LiveState:
             shown["cached_tokens"] = request.num_cached_tokens
         if (first_s := request.first_token_s) is not None:
             shown["ttft_ms"] = _ms(first_s - request.received_s)
-            num_gaps = request.num_tokens / max(request.num_choices, 1) - 1
-            if num_gaps > 0:
-                shown["itl_ms"] = _ms((request.last_s - first_s) / num_gaps)
+        if (gap_s := request.gaps.mean_s) is not None:
+            shown["itl_ms"] = _ms(gap_s)
         return shown
 
     # Instances and pools
@@ -289,19 +297,17 @@ def _has_failed(request: RequestSummary) -> bool:
     return request.outcome not in ("finished", "aborted")
 
 
-def _advance(request: RequestSummary, progress: tuple[int, float], now_s: float, second: _Second) -> tuple[int, float]:
+def _advance(request: RequestSummary, progress: _Progress, now_s: float, second: _Second) -> _Progress:
     """Adds what `request` has emitted until `now_s` to `second`; returns its new progress."""
-    num_before, since_s = progress
-    num_new = request.num_tokens - num_before
+    num_new, new_gaps = request.num_tokens - progress.num_tokens, request.gaps.since(progress.gaps)
     second.num_tokens += num_new
-    num_gaps = (num_new if num_before else num_new - request.num_choices) / max(request.num_choices, 1)
-    if num_gaps > 0:
-        second.gaps.append(((now_s - since_s) / num_gaps, num_gaps))
+    if (gap_s := new_gaps.mean_s) is not None:
+        second.gaps.append((gap_s, new_gaps.number))
     elif num_new == 0 and not request.outcome:
-        if now_s - since_s > _STALL_S:
-            second.gaps.append((now_s - since_s, 1.0))
+        if now_s - progress.since_s > _STALL_S:
+            second.gaps.append((now_s - progress.since_s, 1.0))
         return progress
-    return request.num_tokens, now_s
+    return _Progress(request.num_tokens, request.gaps, now_s)
 
 
 def _spread(request: RequestSummary, end_s: float, seconds: defaultdict[int, _Second]) -> None:
@@ -320,11 +326,12 @@ def _spread(request: RequestSummary, end_s: float, seconds: defaultdict[int, _Se
     num_rest, length_s = request.num_tokens - request.num_choices, end_s - first_s
     if num_rest <= 0 or length_s <= 0:
         return
-    gap_s = length_s / num_rest * request.num_choices
+    gap_s, num_gaps = request.gaps.mean_s, request.gaps.number
     for second in range(int(first_s), int(end_s) + 1):
         share = (min(second + 1, end_s) - max(second, first_s)) / length_s
         seconds[second].num_tokens += share * num_rest
-        seconds[second].gaps.append((gap_s, share * num_rest / request.num_choices))
+        if gap_s is not None:
+            seconds[second].gaps.append((gap_s, share * num_gaps))
 
 
 def _hit_rates(ended: Iterable[RequestSummary]) -> dict[str, float]:

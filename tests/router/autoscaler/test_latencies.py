@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.sampling.params import SamplingParams
+from protos.tandem.v1 import common_pb2
 from router.autoscaler.router_signals import RecentLatencies, Window, quantile
 from router.dispatch.trace import RequestTrace
 from router.metrics import RouterMetrics
@@ -15,6 +17,9 @@ from router.picking.disaggregation import Decision, Disaggregation, Reason
 from router.picking.placement import Plan
 from router.pools.instance_info import InstanceView
 from router.pools.throughput import Work
+from router.request.choice_state import Choice
+from router.request.generation_request import GenerationRequest
+from router.request.request_log import TokenGaps
 from serving.logging import RequestEvent
 from tests.router.autoscaler.builders import instance, settings_of
 
@@ -68,10 +73,17 @@ def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
     decode_up_s: float, prefill_up_s: float | None, counts: bool
 ) -> None:
     metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
-    trace = RequestTrace(metrics)
+    trace, request = (
+        RequestTrace(metrics),
+        GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=20), seed=1),
+    )
+    choice = Choice(request, 0)
     trace.picked(plan(decode_up_s, prefill_up_s))
     trace.first_token()
-    trace.ended(RequestEvent.FINISHED, None, 11)
+    trace.validated(request, [choice])
+    for index in range(11):
+        choice.accept(common_pb2.TokenChunk(token_index=index, token_ids=[7]))
+    trace.ended(RequestEvent.FINISHED, request, 11)
     assert (metrics.recent.of("prefill") is not None) == counts
     assert (metrics.recent.of("decode") is not None) == counts
     assert metrics.ended["finished"] == 1
@@ -84,7 +96,7 @@ def test_itl_is_the_gap_after_the_first_token() -> None:
     start_s = trace.timeline.marks[0][1]
     trace.timeline.mark(RequestEvent.FIRST_TOKEN, start_s + 5.0)
     trace.timeline.mark(RequestEvent.FINISHED, start_s + 6.0)
-    metrics.request_ended("finished", trace.timeline, "local", num_choices=1, num_prompt=5, num_output=11)
+    metrics.request_ended("finished", trace.timeline, "local", gaps=TokenGaps(1.0, 10), num_prompt=5, num_output=11)
     assert recent.of("decode") == pytest.approx(0.1)
 
 
@@ -95,3 +107,25 @@ def test_long_answers_weigh_by_their_tokens() -> None:
         recent.ended(rng.uniform(0.5, 1.0), 1)
     recent.ended(0.02, 400)
     assert recent.of("decode") == 0.02
+
+
+def test_the_start_of_a_later_choice_is_no_gap() -> None:
+    """Of four choices, three begin 0.5 s after the first; each has a token every 0.1 s, and one has a single token."""
+    params = SamplingParams(max_tokens=20, n=4)
+    request = GenerationRequest("label", "id", "model", (1,), params, seed=1)
+    choices = [Choice(request, index) for index in range(4)]
+    metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
+    trace = RequestTrace(metrics)
+    trace.validated(request, choices)
+    trace.picked(plan(100.0, None))
+    trace.first_token()
+    for choice, start_s, num_tokens in zip(choices, (0.0, 0.5, 0.5, 0.5), (11, 6, 3, 1), strict=True):
+        choice.begin_attempt()
+        choice.now = iter([start_s + index * 0.1 for index in range(num_tokens)]).__next__
+        for index in range(num_tokens):
+            choice.accept(common_pb2.TokenChunk(stream_epoch=1, choice=choice.index, token_index=index, token_ids=[7]))
+    trace.ended(RequestEvent.FINISHED, request, 21)
+    assert metrics.output_token["local"].count == 1
+    assert metrics.output_token["local"].sum == pytest.approx(0.1)
+    [sample] = metrics.recent.samples("decode")
+    assert (sample.seconds, sample.weight) == (pytest.approx(0.1), 10 + 5 + 2)

@@ -38,6 +38,20 @@ def test_ids_and_characters_are_counted() -> None:
     assert (begun.token_ids, begun.num_chars) == ([7, 8, 9], 3)
 
 
+def test_gaps_are_those_from_the_choices_own_first_token_to_its_last() -> None:
+    begun, now_s = choice(), 5.0
+    begun.now = lambda: now_s
+    assert begun.gaps == (0.0, 0)
+    begun.accept(chunk(7, text="a"))
+    assert begun.gaps == (0.0, 0)
+    now_s = 6.0
+    begun.accept(chunk(8, 9, token_index=1, text_offset=1))
+    assert begun.gaps == (1.0, 2)
+    now_s = 60.0
+    begun.accept(chunk(token_index=3, text_offset=1, text="rest", reason=common_pb2.FINISH_REASON_STOP))
+    assert begun.gaps == (1.0, 2), "held-back text is no token"
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

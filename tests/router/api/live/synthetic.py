@@ -28,7 +28,7 @@ from router.autoscaler.decide import ScaleDecision
 from router.autoscaler.loop import PoolStatus
 from router.autoscaler.settings import DecodePolicy, PrefillPolicy
 from router.pools.throughput import ThroughputEstimate
-from router.request.request_log import MAX_ENDED, RequestSummary
+from router.request.request_log import MAX_ENDED, NO_GAPS, RequestSummary, TokenGaps
 from serving.abuse_limits import AbuseLimits
 from serving.limits import OpenCalls
 from serving.logging import RequestEvent
@@ -64,6 +64,7 @@ class _Planned:
         marks = tuple(mark for mark in self.marks if mark[1] <= now_s)
         is_over, first_s, end_s = len(marks) == len(self.marks), self.marks[5][1], self.marks[-1][1]
         part = min(max((now_s - first_s) / (end_s - first_s), 0.0), 1.0)
+        num_tokens = int(part * (self.num_tokens - 1)) + (now_s >= first_s)
         return RequestSummary(
             number=self.number,
             request_id=f"chatcmpl-{self.number:05d}",
@@ -71,7 +72,8 @@ class _Planned:
             num_choices=1,
             num_prompt_tokens=self.num_prompt,
             num_cached_tokens=self.num_cached if is_over else None,
-            num_tokens=int(part * (self.num_tokens - 1)) + (now_s >= first_s),
+            num_tokens=num_tokens,
+            gaps=TokenGaps(part * (end_s - first_s), num_tokens - 1) if num_tokens > 1 else NO_GAPS,
             prefill=(self.prefill,),
             decode=(self.decode,),
             prefilled_by=self.prefill,

@@ -16,7 +16,7 @@ from router.autoscaler.loop import PoolStatus
 from router.autoscaler.resizer import Change
 from router.autoscaler.settings import DecodePolicy
 from router.pools.throughput import ThroughputEstimate
-from router.request.request_log import RequestLog, RequestSummary
+from router.request.request_log import RequestLog, RequestSummary, TokenGaps
 from serving.logging import RequestEvent
 from tests.router.api.live.synthetic import STAGES
 from tests.router.autoscaler.builders import instance, starting
@@ -30,11 +30,13 @@ WALL_S = 1_700_000_000.0
 def request(
     number: int, start_s: float, *, ttft_s: float = 0.5, end_s: float | None = None, **fields: Any
 ) -> RequestSummary:
-    """A request that got its first token after `ttft_s`; running, or with `end_s` finished then."""
+    """A request that got its first token after `ttft_s`; running, or with `end_s` finished then, with the gaps of one
+    choice that ran until `end_s`."""
     marks = [(event, start_s + ttft_s * index / 5) for index, event in enumerate(STAGES[:-1])]
     if end_s is not None:
         marks.append((RequestEvent.FINISHED, end_s))
-        fields = {"outcome": "finished", **fields}
+        gaps = TokenGaps(end_s - start_s - ttft_s, max(fields.get("num_tokens", 0) - 1, 0))
+        fields = {"outcome": "finished", "gaps": gaps, **fields}
     values = {"num_choices": 1, "num_prompt_tokens": 100, "prefill": ("prefill-0",), "decode": ("decode-0",), **fields}
     return RequestSummary(number, f"r{number}", tuple(marks), **values)
 
@@ -58,8 +60,11 @@ def last_point(state: Json) -> Json:
 
 def test_a_second_has_the_ttfts_and_gaps_of_its_requests() -> None:
     states = LiveState()
-    states.next(reading(100.0, running=[request(1, 99.0, num_tokens=10)]))
-    running = [request(1, 99.0, num_tokens=20), request(2, 100.3, ttft_s=0.2, num_tokens=6)]
+    states.next(reading(100.0, running=[request(1, 99.0, num_tokens=10, gaps=TokenGaps(0.5, 9))]))
+    running = [
+        request(1, 99.0, num_tokens=20, gaps=TokenGaps(1.5, 19)),
+        request(2, 100.3, ttft_s=0.2, num_tokens=6, gaps=TokenGaps(0.5, 5)),
+    ]
     state = states.next(reading(101.0, running=running))
     point = last_point(state)
     assert max(state["points"]) == str(int(WALL_S) + 101)
@@ -69,13 +74,26 @@ def test_a_second_has_the_ttfts_and_gaps_of_its_requests() -> None:
 
 
 def test_a_stream_that_stalls_is_seen_while_it_stalls() -> None:
-    states, stalled = LiveState(), request(1, 99.0, num_tokens=10)
+    states, stalled = LiveState(), request(1, 99.0, num_tokens=10, gaps=TokenGaps(0.5, 9))
     states.next(reading(100.0, running=[stalled]))
     assert "itl_p95_ms" not in last_point(states.next(reading(101.0, running=[stalled])))
     assert last_point(states.next(reading(102.0, running=[stalled])))["itl_p95_ms"] == 2000.0
     assert last_point(states.next(reading(103.0, running=[stalled])))["itl_p95_ms"] == 3000.0
-    moving = dataclasses.replace(stalled, num_tokens=11)
+    moving = dataclasses.replace(stalled, num_tokens=11, gaps=TokenGaps(4.5, 10))
     assert last_point(states.next(reading(104.0, running=[moving])))["itl_p95_ms"] == 4000.0
+
+
+def test_the_gaps_of_several_choices_are_those_within_each() -> None:
+    """Three of four choices begin a second after the first; each has a token every 0.1 s."""
+    states = LiveState()
+    states.next(reading(100.0, running=[request(1, 99.5, num_choices=4, num_tokens=1)]))
+    alone = request(1, 99.5, num_choices=4, num_tokens=11, gaps=TokenGaps(1.0, 10))
+    assert last_point(states.next(reading(101.0, running=[alone])))["itl_p95_ms"] == 100.0
+    four = request(1, 99.5, end_s=102.0, num_choices=4, num_tokens=51, gaps=TokenGaps(4.7, 47))
+    state = states.next(reading(102.0, ended=[four]))
+    assert last_point(state)["itl_p95_ms"] == state["ended"]["1"]["itl_ms"] == 100.0
+    by_history = LiveState().next(reading(110.0, ended=[four]))["points"]
+    assert {point.get("itl_p95_ms", 100.0) for point in by_history.values()} == {100.0}
 
 
 def test_the_minutes_before_the_first_reading_come_from_the_ended_requests() -> None:
