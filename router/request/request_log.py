@@ -7,6 +7,7 @@ Kept only where the page is on. A request costs an entry and, at its end, a summ
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ class RequestLog:
     """By number, the oldest first."""
     ended: deque[RequestSummary] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
     """In the order of their ends."""
+    epoch: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Of the numbering: a request of another epoch may have the same number."""
 
     def add(self, number: int, trace: Summarized) -> None:
         """A request was received."""

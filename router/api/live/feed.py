@@ -125,7 +125,7 @@ async def router_reading(
     return Reading(
         at_s=time.time(),
         now_s=time.monotonic(),
-        router={**_totals(service), "serving": is_serving(), "resizable": resizer is not None},
+        router={**_totals(service), "epoch": log.epoch, "serving": is_serving(), "resizable": resizer is not None},
         pools={
             role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role)) for role, pool in by_role.items()
         },

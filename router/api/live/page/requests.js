@@ -109,7 +109,7 @@ export class Requests {
   #running = table(RUNNING, "No request is running.");
   #ended = table(ENDED, "No request has ended yet. Try the chat, or tandem bench serve.");
   #runningRows = new Views(this.#running.node, () => new Running());
-  #open = new Map(); // ended requests whose details are open: they stay while others come
+  #open = new Map(); // by key, ended requests whose details are open: they stay while others come
   #endedRows = new Views(this.#ended.node, (key, one) => new Ended(one, (isOpen) => {
     if (isOpen) this.#open.set(key, one);
     else this.#open.delete(key);
@@ -135,8 +135,11 @@ export class Requests {
   }
 
   #showEnded(state) {
-    const ended = Object.entries({ ...Object.fromEntries(this.#open), ...state.ended });
-    ended.sort(([one], [other]) => other - one);
+    // Another router, or another process of this one, counts its requests from 1 again.
+    const listed = Object.entries(state.ended).map(([number, one]) => [`${state.router.epoch} ${number}`, one]);
+    const known = new Set(listed.map(([key]) => key));
+    const kept = [...this.#open].filter(([key]) => !known.has(key));
+    const ended = [...kept, ...listed.reverse()].sort(([, one], [, other]) => other.at - one.at);
     this.#ended.isEmpty(!ended.length);
     this.#endedRows.update(ended);
   }

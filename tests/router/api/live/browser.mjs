@@ -71,6 +71,25 @@ const scenarios = {
     await step("again", { rows: await page.locator("#pools tbody").count(), scrolls: await isScrolling(phone) });
   },
 
+  /** Another router at the same address, whose requests have the numbers of the first one's. */
+  async another() {
+    const page = await open();
+    await isLive(page);
+    const button = page.locator("#ended tbody button").nth(20);
+    await button.evaluate((button) => button.click());
+    const opened = await page.locator("#ended tbody:has(.details) button").textContent();
+    await step("opened");
+    await page.waitForFunction(() => document.querySelector("#status").dataset.state === "lost", null, WAIT);
+    await isLive(page);
+    await page.waitForFunction(() => [...document.querySelectorAll("#ended tbody button")].some((one) => one.textContent.startsWith("second-")), null, WAIT);
+    const names = await page.locator("#ended tbody button").allTextContents();
+    const kept = names.filter((name) => name.startsWith("first-"));
+    const numbers = names.filter((name) => !kept.includes(name)).map((name) => Number(name.split("-")[1]));
+    const others = [...new Set(names.filter((name) => !kept.includes(name)).map((name) => name.split("-")[0]))];
+    const ordered = numbers.every((number, index) => !index || number < numbers[index - 1]);
+    await step("again", { opened, kept, others, ordered });
+  },
+
   /** Without a token the page asks for it, and works with it. */
   async locked() {
     const page = await open();

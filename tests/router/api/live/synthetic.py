@@ -59,6 +59,7 @@ class _Planned:
     num_cached: int
     prefill: str
     decode: str
+    epoch: str
 
     def at(self, now_s: float) -> RequestSummary:
         marks = tuple(mark for mark in self.marks if mark[1] <= now_s)
@@ -67,7 +68,7 @@ class _Planned:
         num_tokens = int(part * (self.num_tokens - 1)) + (now_s >= first_s)
         return RequestSummary(
             number=self.number,
-            request_id=f"chatcmpl-{self.number:05d}",
+            request_id=f"{self.epoch or 'chatcmpl'}-{self.number:05d}",
             marks=marks,
             num_choices=1,
             num_prompt_tokens=self.num_prompt,
@@ -90,6 +91,8 @@ class Synthetic:
     per_minute: int = 1000
     seed: int = 0
     spikes: bool = True
+    epoch: str = ""
+    """Of its numbering; the ids of its requests begin with it."""
     num_read: int = 0
     _planned: list[_Planned] = field(default_factory=list)
     _ended: deque[RequestSummary] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
@@ -138,7 +141,7 @@ class Synthetic:
         return {
             "model": "synthetic", "version": "0.1.0", "chat": True, "serving": True, "resizable": True,
             "in_flight": len(self._planned), "queued": 0, "received": self._num_planned,
-            "ended": {"finished": self._num_planned - len(self._planned)}, "rejected": {},
+            "ended": {"finished": self._num_planned - len(self._planned)}, "rejected": {}, "epoch": self.epoch,
         }  # fmt: skip
 
     def _new(self, at_s: float) -> _Planned:
@@ -164,7 +167,14 @@ class Synthetic:
         tokens = max(2, int((marks[-1][1] - marks[5][1]) / rng.uniform(0.02, 0.045)))
         prefill, decode = rng.randrange(num_prefill), rng.randrange(self.num_instances - num_prefill)
         return _Planned(
-            self._num_planned, tuple(marks), prompt, tokens, cached, f"prefill-{prefill}", f"decode-{decode}"
+            self._num_planned,
+            tuple(marks),
+            prompt,
+            tokens,
+            cached,
+            f"prefill-{prefill}",
+            f"decode-{decode}",
+            self.epoch,
         )
 
     def _instances(self, num_prefill: int, now_s: float) -> Iterator[tuple[Any, str, Any, str]]:

@@ -101,6 +101,21 @@ async def test_many_instances_are_shown_and_a_lost_router_is_found_again() -> No
             await page.proceed()
 
 
+async def test_requests_of_another_router_are_others_than_those_with_their_numbers() -> None:
+    async with AsyncExitStack() as cleanup:
+        async with serving(Synthetic(epoch="first")) as (url, _):
+            page = await cleanup.enter_async_context(browser("another", url))
+            await page.step("opened")
+        async with serving(Synthetic(epoch="second"), int(url.rpartition(":")[2])):
+            await page.proceed()
+            found = await page.step("again")
+            assert found["opened"].startswith("first-")
+            assert found["kept"] == [found["opened"]], "its details are open"
+            assert found["others"] == ["second"]
+            assert found["ordered"]
+            await page.proceed()
+
+
 async def test_the_page_is_worked_by_keys_alone(run: Run) -> None:
     async with (
         owned(run, http={"listen": "127.0.0.1:0", "page": True}) as stack,

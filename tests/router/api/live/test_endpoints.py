@@ -16,6 +16,7 @@ from router.api.live.state import Json
 from router.api.openai.server import HttpSettings
 from router.app import RouterApp
 from router.config import RouterSection, RouterSettings
+from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from serving.settings import SettingsError
 from tests.router.api.live.merge_patch import patched
@@ -84,6 +85,9 @@ async def test_requests_are_seen_while_they_run_and_after_their_end(run_http: Ru
         first = await anext(states)
         assert {one["name"] for one in first["instances"].values()} == {"prefill-0", "decode-0", "decode-1"}
         assert first["requests"] == first["ended"] == {}
+        log = http.rig.app.service.metrics.log
+        assert log is not None
+        assert first["router"]["epoch"] == log.epoch != RequestLog().epoch
         call = asyncio.ensure_future(http.rig.generate(max_tokens=60))
         async for state in states:
             if any(one["stage"] == "decode" for one in state["requests"].values()):
