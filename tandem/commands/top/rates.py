@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -86,26 +86,50 @@ class Histogram:
         return None
 
 
+@dataclass(slots=True)
+class _Process:
+    """The histograms of one worker, or of a router without workers, over the last LATENCY_SPAN_S."""
+
+    samples: deque[tuple[float, dict[str, Histogram]]] = field(default_factory=deque)
+    """Seconds and histograms; the first may be older than the span."""
+
+    def add(self, at_s: float, read: dict[str, Histogram]) -> None:
+        if self.samples and any(_total(read[name]) < _total(self.samples[-1][1][name]) for name in read):
+            self.samples.clear()
+        self.samples.append((at_s, read))
+        while len(self.samples) > 2 and self.samples[1][0] <= at_s - LATENCY_SPAN_S:
+            self.samples.popleft()
+
+    def recent(self, name: str) -> Histogram:
+        return self.samples[-1][1][name].since(self.samples[0][1][name])
+
+
 class Latencies:
-    """TTFT and TPOT of the last minute, from texts of the router's /metrics."""
+    """TTFT and TPOT of the last minute, from texts of the router's /metrics. A worker that does not answer a scrape is
+    absent from that text."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, dict[str, Histogram]]] = deque()
+        self._processes: dict[str, _Process] = {}
 
     def update(self, at_s: float, text: str) -> None:
-        """Takes the text that was read at `at_s`; a restarted router begins anew. Raises ValueError for other texts."""
-        read = _histograms(text, (TTFT, TPOT))
-        if self._samples and any(_total(read[name]) < _total(self._samples[-1][1][name]) for name in read):
-            self._samples.clear()
-        self._samples.append((at_s, read))
-        while len(self._samples) > 2 and self._samples[1][0] <= at_s - LATENCY_SPAN_S:
-            self._samples.popleft()
+        """Takes the text that was read at `at_s`; a restarted process begins anew. Raises ValueError for others."""
+        for worker, read in _histograms(text, (TTFT, TPOT)).items():
+            self._processes.setdefault(worker, _Process()).add(at_s, read)
+        silent = [key for key, one in self._processes.items() if one.samples[-1][0] <= at_s - LATENCY_SPAN_S]
+        for worker in silent:
+            del self._processes[worker]
+
+    def recent(self, name: str) -> Histogram:
+        """TTFT or TPOT, of all processes."""
+        counts: defaultdict[float, float] = defaultdict(float)
+        for process in self._processes.values():
+            for bound, count in process.recent(name).counts.items():
+                counts[bound] += count
+        return Histogram(dict(counts))
 
     def percentiles(self, name: str, shares: Iterable[float]) -> list[float | None]:
         """Of TTFT or TPOT, in seconds."""
-        if not self._samples:
-            return [None for _ in shares]
-        recent = self._samples[-1][1][name].since(self._samples[0][1][name])
+        recent = self.recent(name)
         return [recent.percentile(share) for share in shares]
 
 
@@ -113,14 +137,15 @@ def _total(histogram: Histogram) -> float:
     return max(histogram.counts.values(), default=0.0)
 
 
-def _histograms(text: str, names: Iterable[str]) -> dict[str, Histogram]:
-    """Of each name, summed over its labels."""
+def _histograms(text: str, names: Sequence[str]) -> dict[str, dict[str, Histogram]]:
+    """By worker, empty without workers, and name, summed over the other labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    read = {name: Histogram({}) for name in names}
+    read: dict[str, dict[str, Histogram]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.endswith("_bucket") and family.name in read:
-                counts, bound = read[family.name].counts, float(sample.labels["le"])
+            if sample.name.endswith("_bucket") and family.name in names:
+                of_worker = read.setdefault(sample.labels.get("worker", ""), {name: Histogram({}) for name in names})
+                counts, bound = of_worker[family.name].counts, float(sample.labels["le"])
                 counts[bound] = counts.get(bound, 0.0) + sample.value
     return read

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
+from prometheus_client.registry import Collector
 from textual.pilot import Pilot
 from textual.widgets import Label
 
@@ -74,14 +75,24 @@ class RouterMetrics:
     """The router's two histograms, as prometheus_client serves them."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         buckets = (0.1, 0.2, 0.4, math.inf)
         self.ttft, self.tpot = (
-            Histogram(name, "text", ("path",), registry=self._registry, buckets=buckets) for name in (TTFT, TPOT)
+            Histogram(name, "text", ("path",), registry=self.registry, buckets=buckets) for name in (TTFT, TPOT)
         )
+        for one in (self.ttft, self.tpot):
+            one.labels("local")  # the router's begin with counts of 0
 
     def text(self) -> str:
-        return generate_latest(self._registry).decode()
+        return generate_latest(self.registry).decode()
+
+
+class Fixed(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 def test_percentiles_are_those_of_the_last_minute() -> None:
@@ -115,6 +126,43 @@ def test_a_restarted_router_begins_anew() -> None:
     after.ttft.labels("local").observe(0.15)
     latencies.update(2.0, after.text())
     assert latencies.percentiles(TTFT, (1.0,)) == [pytest.approx(0.2)]
+
+
+def of_workers(*workers: tuple[int, RouterMetrics]) -> str:
+    """The metrics of a router with several workers."""
+    merged = {TTFT: Metric(TTFT, "text", "histogram"), TPOT: Metric(TPOT, "text", "histogram")}
+    for index, metrics in workers:
+        for family in metrics.registry.collect():
+            for sample in family.samples:
+                merged[family.name].add_sample(sample.name, {**sample.labels, "worker": str(index)}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(Fixed([*merged.values()]))
+    return generate_latest(registry).decode()
+
+
+def test_a_worker_that_misses_a_scrape_has_no_lifetime_in_the_last_minute() -> None:
+    first, second, latencies = RouterMetrics(), RouterMetrics(), Latencies()
+    for _ in range(5000):
+        second.ttft.labels("local").observe(0.35)  # long ago
+    latencies.update(0.0, of_workers((0, first), (1, second)))
+    for at_s in (1.0, 2.0, 3.0):
+        first.ttft.labels("local").observe(0.05)
+        second.ttft.labels("local").observe(0.05)
+        latencies.update(at_s, of_workers((0, first), (1, second)) if at_s != 2.0 else of_workers((0, first)))
+        assert latencies.percentiles(TTFT, (1.0,)) == [pytest.approx(0.1)]
+    assert latencies.recent(TTFT).counts[0.1] == 6
+
+
+def test_a_worker_that_restarts_begins_anew_and_others_go_on() -> None:
+    first, second, latencies = RouterMetrics(), RouterMetrics(), Latencies()
+    second.ttft.labels("local").observe(0.35)
+    latencies.update(0.0, of_workers((0, first), (1, second)))
+    first.ttft.labels("local").observe(0.15)
+    latencies.update(1.0, of_workers((0, first), (1, RouterMetrics())))
+    assert latencies.recent(TTFT).counts == {0.1: 0, 0.2: 1, 0.4: 1, math.inf: 1}
+    for at_s in (50.0, 70.0):
+        latencies.update(at_s, of_workers((1, RouterMetrics())))
+    assert latencies.percentiles(TTFT, (0.5,)) == [None], "the first worker has been silent for a minute"
 
 
 @asynccontextmanager
