@@ -228,6 +228,8 @@ def configure(settings: LogSettings, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())
+    # It warns of invalid `tracestate` headers with their text, which any caller can send.
+    logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     logging.getLogger("grpc").setLevel(max(root.level, logging.WARNING))  # its debug lines come several a call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
 import json
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from serving import tracing
 from serving.logging import LogSettings, Repeats, RequestEvent, Timeline, configure, log_event, set_request_id
 
 log = logging.getLogger("tests.logging")
@@ -19,12 +21,12 @@ log = logging.getLogger("tests.logging")
 @pytest.fixture(autouse=True)
 def _restored_root() -> Iterator[None]:
     root = logging.getLogger()
-    grpc = logging.getLogger("grpc")
-    handlers, levels = root.handlers[:], (root.level, grpc.level)
+    loggers = [root, *map(logging.getLogger, ("grpc", "opentelemetry.trace.span"))]
+    handlers, levels = root.handlers[:], [logger.level for logger in loggers]
     yield
     root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    grpc.setLevel(levels[1])
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
     set_request_id(None)
 
 
@@ -53,6 +55,14 @@ def test_control_characters_cannot_fake_a_line_or_reach_a_terminal(kind: str) ->
     log.info("name %s", "a\nERROR fake\r\x1b[2J\x7f\x9b\u202e", extra={"fields": {"label": "x\ny"}})
     assert len(stream.getvalue().splitlines()) == 1
     assert not set(stream.getvalue()) & set("\r\x1b\x7f\x9b\u202e")
+
+
+@pytest.mark.parametrize("state", ["!" * 8000, "a=1,a=2", ",".join(f"k{index}=v" for index in range(40)), "a=é"])
+def test_a_callers_invalid_tracestate_writes_no_line(state: str) -> None:
+    stream = written("json")
+    caller = ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    contextvars.copy_context().run(tracing.attach_caller_context, [caller, ("tracestate", f"b=1,{state}")])
+    assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize("kind", ["json", "human"])

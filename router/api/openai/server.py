@@ -34,7 +34,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from router.api.openai.errors import HttpError, body_of
 from router.api.openai.exchange import REQUEST_ID_HEADER
 from serving.auth import comparable_names
-from serving.logging import valid_request_id
+from serving.logging import Repeats, valid_request_id
 from serving.settings import Address, Section, SettingsError, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
@@ -43,6 +43,7 @@ _MIN_READ_BYTES = 16 << 10
 """A client that takes so much within write_timeout_s, or all that is left, is slow and not deaf."""
 _ACCEPT_AGAIN_S = 0.1  # when there is no free descriptor
 _log = logging.getLogger(__name__)
+_repeats = Repeats()
 
 
 class HttpSettings(Section):
@@ -139,6 +140,11 @@ def _checked(problem: str) -> Iterator[None]:
         raise SettingsError(f"{problem}: {error.reason or error}") from None
 
 
+def _is_new(record: logging.LogRecord) -> bool:
+    """Of uvicorn's: each warning is about one connection, which any client can open."""
+    return record.levelno != logging.WARNING or not _repeats.is_repeat(record.getMessage())
+
+
 class _Config(uvicorn.Config):
     def __init__(self, app: ASGIApp, settings: HttpSettings, write_timeout_s: float, tls: HttpTls | None) -> None:
         super().__init__(
@@ -158,6 +164,7 @@ class _Config(uvicorn.Config):
             # Else a request after a long body begins in the trace of the one before it: python/cpython#140947.
             reset_contextvars=True,
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_new)  # once, however often it is added
         self.settings = settings
         self.write_timeout_s = write_timeout_s
         self.tls = tls

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from router.api.openai import server
+from serving.logging import Repeats
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.rig import SHORT
@@ -154,6 +156,21 @@ async def test_invalid_http_is_rejected(run_http: RunHttp, said: bytes) -> None:
         assert error["type"] == "invalid_request_error"
         writer.close()
         await still_serves(http)
+
+
+async def test_connections_without_http_write_one_log_line(
+    run_http: RunHttp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_repeats", Repeats())
+    async with run_http() as http:
+        for _ in range(5):
+            reader, writer = await opened(http)
+            writer.write(b"\x16\x03\x01 garbage\r\n\r\n")
+            await until_closed(reader)
+            writer.close()
+    assert [record.getMessage() for record in caplog.records if "Invalid HTTP" in record.getMessage()] == [
+        "Invalid HTTP request received."
+    ]
 
 
 async def test_the_error_of_invalid_http_says_what_is_wrong(run_http: RunHttp) -> None:
