@@ -16,14 +16,15 @@ from kv_transfer.page.format import PageSpec, tail_hash
 class PageKey:
     """Names a page. `scope` is empty for a full block, which requests share, and SHA-256(transfer_id) for a tail."""
 
-    fingerprint: bytes
+    space: bytes
+    """As of PageNaming."""
     block_hash: bytes
     scope: bytes = b""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The key as path components of hex digits; they never contain a string that a user sent."""
-        space, name = self.fingerprint[:8].hex(), self.block_hash.hex()
+        space, name = self.space[:8].hex(), self.block_hash.hex()
         if self.scope:
             return ("v1", space, "transfers", self.scope.hex(), name)
         return ("v1", space, name[:2], name)
@@ -53,10 +54,14 @@ class PageNaming:
     fingerprint: bytes
     layout: PageLayout
     layout_digest: bytes
+    space: bytes
+    """Begins every name, 32 bytes: pages that a reader must reject for their key have other names than its own."""
 
     @classmethod
-    def of(cls, fingerprint: bytes, layout: PageLayout) -> PageNaming:
-        return cls(fingerprint, layout, layout.digest)
+    def of(cls, fingerprint: bytes, layout: PageLayout, key: bytes | None = None) -> PageNaming:
+        """`key` is the one of the pages' digests, None: there are none."""
+        space = fingerprint if key is None else _keyed(fingerprint, key)
+        return cls(fingerprint, layout, layout.digest, space)
 
     @property
     def block_size(self) -> int:
@@ -73,7 +78,7 @@ class PageNaming:
     def full_block(self, hashes: list[bytes], root: bytes, index: int) -> PageName:
         """The page of full block `index` of a chain of hashes; requests with the same tokens share it."""
         parent = hashes[index - 1] if index else root
-        return PageName(PageKey(self.fingerprint, hashes[index]), self._spec(hashes[index], parent, self.block_size))
+        return PageName(PageKey(self.space, hashes[index]), self._spec(hashes[index], parent, self.block_size))
 
     def tail(self, request: Request, hashes: list[bytes], transfer_id: str) -> PageName:
         """The page of a request's unfilled last block; it belongs to the transfer."""
@@ -83,12 +88,12 @@ class PageNaming:
         identity = tail_hash(transfer_id, parent, token_ids)
         scope = hashlib.sha256(transfer_id.encode()).digest()
         spec = self._spec(identity, parent, len(token_ids), is_tail=True)
-        return PageName(PageKey(self.fingerprint, identity, scope), spec)
+        return PageName(PageKey(self.space, identity, scope), spec)
 
     def private_page(self) -> PageName:
         """A tail page of no transfer, with a random name that no request has: for a connector's self-test."""
         identity, scope = os.urandom(32), os.urandom(32)
-        return PageName(PageKey(self.fingerprint, identity, scope), self._spec(identity, bytes(32), 1, is_tail=True))
+        return PageName(PageKey(self.space, identity, scope), self._spec(identity, bytes(32), 1, is_tail=True))
 
     def block_hashes(self, request: Request) -> list[bytes]:
         """Hashes of all full blocks of the tokens whose KV moves. The request is not changed."""
@@ -109,3 +114,8 @@ class PageNaming:
             payload_bytes=self.layout.bytes_per_block,
             is_tail=is_tail,
         )
+
+
+def _keyed(fingerprint: bytes, key: bytes) -> bytes:
+    """32 bytes that do not reveal the key."""
+    return hashlib.blake2b(fingerprint, key=key, digest_size=32, person=b"tandem-names-v1").digest()

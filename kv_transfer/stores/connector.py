@@ -70,7 +70,7 @@ class StoreConnector(TransferConnector):
     # Worker side
 
     def register_kv_cache(self, kv_cache: KVMemory, layout: PageLayout, fingerprint: bytes) -> None:
-        naming = self._naming = PageNaming.of(fingerprint, layout)
+        naming = self._naming = PageNaming.of(fingerprint, layout, self._key)
         options, memory = self._options, make_page_memory(kv_cache)
         save_breaker, load_breaker = (
             CircuitBreaker(max_failures=options.breaker_failures, retry_s=options.breaker_retry_s) for _ in range(2)

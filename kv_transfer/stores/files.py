@@ -1,7 +1,7 @@
 """A store in a folder: one file per page, on a local disk or on a volume that many pods mount.
 
-    <path>/v1/<fingerprint>/<first byte of hash>/<hash>             full blocks, shared by requests
-    <path>/v1/<fingerprint>/transfers/<SHA-256 of transfer>/<hash>  tails, removed by their owner
+    <path>/v1/<space>/<first byte of hash>/<hash>             full blocks, shared by requests
+    <path>/v1/<space>/transfers/<SHA-256 of transfer>/<hash>  tails, removed by their owner
 
 A page is written under a temporary name in its own folder and renamed: readers see all of it or nothing. Nothing is
 synced to disk, for a torn page fails its digest. Below `path` no symbolic link is followed, and only regular files of

@@ -1,6 +1,6 @@
 """Names of pages in LMCache.
 
-    PageKey ─▶ ObjectName(model "tandem-v1-<fingerprint>", chunk hash = block hash, salt = scope of a tail)
+    PageKey ─▶ ObjectName(model "tandem-v1-<space>", chunk hash = block hash, salt = scope of a tail)
                  ├─▶ ObjectKey of lmcache.v1.distributed         └─▶ <model>@0x00000000@0@<hash>[@<salt>].data, its file
 
 All names are hex digits of hashes: no string of a user is ever in one. LMCache splits names at `@`, which none of these
@@ -30,7 +30,7 @@ class ObjectName:
 
     @classmethod
     def of(cls, key: PageKey) -> ObjectName:
-        return cls(_MODEL + key.fingerprint[:8].hex(), key.block_hash, key.scope.hex())
+        return cls(_MODEL + key.space[:8].hex(), key.block_hash, key.scope.hex())
 
     @property
     def is_valid(self) -> bool:

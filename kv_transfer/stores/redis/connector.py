@@ -1,12 +1,13 @@
 """Pages in Redis or Valkey: the store, one value for each page, and its connector.
 
-    <prefix>:v1/<fingerprint>/<first byte of hash>/<hash>             full blocks, shared by all instances
-    <prefix>:v1/<fingerprint>/transfers/<SHA-256 of transfer>/<hash>  tails, deleted by their owner
+    <prefix>:v1/<space>/<first byte of hash>/<hash>             full blocks, shared by all instances
+    <prefix>:v1/<space>/transfers/<SHA-256 of transfer>/<hash>  tails, deleted by their owner
 
-Every key has a time to live. Reads and writes have connections of their own, so that a server that accepts no writes (a
-replica, a paused one) can still be read from. A value is read by GETRANGE, one byte longer than it must be: one that is
-too long is detected and never sent whole. Nothing is retried and nothing waits for longer than its time-out; the
-breaker above the store keeps requests away from a server that is down.
+<space> stands for the model and the key of the digests (kv_transfer/page/naming.py). Every key has a time to live.
+Reads and writes have connections of their own, so that a server that accepts no writes (a replica, a paused one) can
+still be read from. A value is read by GETRANGE, one byte longer than it must be: one that is too long is detected and
+never sent whole. Nothing is retried and nothing waits for longer than its time-out; the breaker above the store keeps
+requests away from a server that is down.
 Permissions an ACL user needs: getrange set del strlen pexpire info select client|setname, on <prefix>:*.
 """
 

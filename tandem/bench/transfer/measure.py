@@ -177,8 +177,8 @@ class _Bench:
 
     def clear(self) -> None:
         if self._medium.keeps_pages and self._run:
-            for fingerprint in self._fingerprints.values():
-                self._medium.clear(self._keys(self._run, self._shape.num_blocks, fingerprint))
+            for source in self._fingerprints:
+                self._medium.clear(self._keys(self._run, self._shape.num_blocks, source))
 
     def _offer(self, figures: Mapping[str, Figures]) -> None:
         """Memory is offered once, a store gets new pages every round."""
@@ -200,10 +200,11 @@ class _Bench:
         return seconds
 
     def _read_raw(self, raw: RawReader, source: str, run: int, num_blocks: int, events: list[TransferEvent]) -> float:
-        return raw(self._keys(run, num_blocks, self._fingerprints[source]), events)
+        return raw(self._keys(run, num_blocks, source), events)
 
-    def _keys(self, run: int, num_blocks: int, fingerprint: bytes) -> list[PageKey]:
-        naming = PageNaming.of(fingerprint, self._shape.layout)
+    def _keys(self, run: int, num_blocks: int, source: str) -> list[PageKey]:
+        fingerprint = self._fingerprints[source]
+        naming = PageNaming.of(fingerprint, self._shape.layout, self._medium.key(source == "on"))
         request = make_request("", run, num_blocks, fingerprint)
         hashes = naming.block_hashes(request)
         return [naming.full_block(hashes, request.root_hash, index).key for index in range(num_blocks)]

@@ -35,7 +35,7 @@ from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, load_bindings
 from kv_transfer.nixl.transfers import TransferMetadata
 from kv_transfer.page.format import HEADER_BYTES
 from kv_transfer.page.naming import PageKey
-from kv_transfer.secret import ensure_secret
+from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.base import BlockStore, StoreError
 from kv_transfer.stores.lmcache import connector as lmcache_connector
 from kv_transfer.stores.lmcache.names import ObjectName
@@ -101,6 +101,11 @@ class Medium:
             defaults["kv_secret_file"] = str(self.folder / "secret")
         options = {**defaults, **self.options, **self._location_options(), "digest": digest}
         return KVConnectorConfig(class_path=CONNECTORS[self.connector], options=options)
+
+    def key(self, digest: bool) -> bytes | None:
+        """What pages of such an end are named by. Raises EngineError."""
+        file = self.config(digest).options.get("kv_secret_file")
+        return load_secret(str(file)) if digest and file else None
 
     def raw_readers(self, shape: Shape, kv: torch.Tensor, stack: contextlib.ExitStack) -> dict[str, RawReader]:
         """The ceilings by name; shares are of the first one. They end with `stack`."""

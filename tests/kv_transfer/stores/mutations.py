@@ -22,7 +22,6 @@ from tests.kv_transfer.page.test_format import FIELDS, resealed
 PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE + 2))
 NUM_FULL, NUM_PAGES = 3, 4
 PAGE_BYTES = HEADER_BYTES + LAYOUT.bytes_per_block
-NAMING = PageNaming.of(FINGERPRINT, LAYOUT)
 _EPOCH = b"e" * EPOCH_BYTES
 # Fields that a reader cannot predict are under the digest; a forged header with a valid CRC is found by the field's
 # name.
@@ -42,9 +41,10 @@ class Written:
     def of(cls, number: int, key: bytes | None) -> Written:
         """Those of request `number`."""
         request = reader_of(number)
-        hashes = NAMING.block_hashes(request)
-        names = [NAMING.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
-        names.append(NAMING.tail(request, hashes, f"t{number}"))
+        naming = PageNaming.of(FINGERPRINT, LAYOUT, key)
+        hashes = naming.block_hashes(request)
+        names = [naming.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
+        names.append(naming.tail(request, hashes, f"t{number}"))
         return cls(names, [page_content(request.token_ids, index) for index in range(NUM_PAGES)], key)
 
     def value(self, index: int) -> bytes:

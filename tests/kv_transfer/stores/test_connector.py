@@ -16,7 +16,7 @@ from engine.errors import EngineError
 from engine.kv_connector import make_connector
 from kv_transfer.page.format import HEADER_BYTES
 from kv_transfer.page.naming import PageNaming
-from kv_transfer.secret import ensure_secret
+from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.files import SharedStorage, SharedStorageConnector
 from tests.files_below import files_below
 from tests.kv_transfer.harness import (
@@ -111,13 +111,13 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
     folder: SharedStorage, tmp_path: Path, damage: Callable[[Path, list[Path]], None], index: int
 ) -> None:
     key = tmp_path / "key"
-    ensure_secret(key)
+    secret = ensure_secret(key)
     options: dict[str, Any] = {"kv_secret_file": str(key)}
     prefill, decode = Core(folder, **options), Core(folder, **options)
     request, reader = writer_of(), reader_of()
     prefill.prefill(request)
     # STEP one page is damaged (a swap takes the last two)
-    naming = PageNaming.of(FINGERPRINT, LAYOUT)
+    naming = PageNaming.of(FINGERPRINT, LAYOUT, secret)
     hashes = naming.block_hashes(request)
     names = [naming.full_block(hashes, request.root_hash, number) for number in range(NUM_FULL)]
     names.append(naming.tail(request, hashes, "transfer"))
@@ -146,11 +146,11 @@ def test_damage_costs_a_recompute_and_never_a_wrong_block(
 
 
 def test_all_damage_is_gone_after_one_request_has_met_the_first_of_it(folder: SharedStorage, tmp_path: Path) -> None:
-    ensure_secret(tmp_path / "key")
+    secret = ensure_secret(tmp_path / "key")
     prefill, decode = (Core(folder, kv_secret_file=str(tmp_path / "key")) for _ in range(2))
     request, reader = writer_of(), reader_of()
     prefill.prefill(request)
-    naming = PageNaming.of(FINGERPRINT, LAYOUT)
+    naming = PageNaming.of(FINGERPRINT, LAYOUT, secret)
     hashes = naming.block_hashes(request)
     names = [naming.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
     paths = [folder.path.joinpath(*name.key.parts) for name in names]
@@ -163,15 +163,52 @@ def test_all_damage_is_gone_after_one_request_has_met_the_first_of_it(folder: Sh
 
 
 def test_pages_sealed_with_another_key_are_rejected(folder: SharedStorage, tmp_path: Path) -> None:
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    ensure_secret(mine)
-    ensure_secret(theirs)
-    prefill, decode = Core(folder, kv_secret_file=str(theirs)), Core(folder, kv_secret_file=str(mine))
+    prefill, decode = (Core(folder, kv_secret_file=new_secret(tmp_path / name)) for name in ("theirs", "mine"))
     prefill.prefill(writer_of())
+    (theirs,) = (folder.path / "v1").iterdir()
+    mine = PageNaming.of(FINGERPRINT, LAYOUT, load_secret(tmp_path / "mine")).space
+    theirs.rename(theirs.with_name(mine[:8].hex()))  # a writer without the key copies them to where they are read
     reader = reader_of()
     decode.reserve(reader)
     assert decode.complete(reader).num_verified_tokens == 0
     assert decode.connector.counters.loaded.failures["page_digest"] >= 1
+
+
+def test_stacks_with_different_keys_share_a_store_and_each_gets_its_own_pages(
+    folder: SharedStorage, tmp_path: Path
+) -> None:
+    files = [new_secret(tmp_path / name) for name in ("one", "other")]
+    stacks = [[Core(folder, kv_secret_file=file) for _ in range(2)] for file in files]
+    for round_number in range(2):
+        for number, (prefill, decode) in enumerate(stacks):
+            transfer: dict[str, Any] = {
+                "request_id": f"r{round_number}",
+                "transfer_id": f"t{round_number}",
+            }  # the same in both stacks
+            prefill.prefill(writer_of(**transfer))
+            reader = reader_of(**transfer)
+            decode.reserve(reader)
+            assert decode.complete(reader).num_verified_tokens == len(PROMPT)
+            assert decode.has(reader, len(PROMPT))
+            num_full = len([path for path in files_below(folder.path) if "transfers" not in path.parts])
+            assert num_full == NUM_FULL * (number + 1 if round_number == 0 else 2)
+    for prefill, decode in stacks:
+        assert prefill.connector.counters.num_shared_blocks == NUM_FULL, "the second time they are there"
+        assert not decode.connector.counters.loaded.failures
+
+
+def test_names_do_not_contain_the_key() -> None:
+    key = bytes(range(32))
+    keyed, plain = PageNaming.of(FINGERPRINT, LAYOUT, key), PageNaming.of(FINGERPRINT, LAYOUT)
+    assert plain.space == FINGERPRINT, "without a key names are the fingerprint's"
+    assert keyed.space == PageNaming.of(FINGERPRINT, LAYOUT, key).space
+    assert keyed.private_page().spec.fingerprint == FINGERPRINT
+    assert keyed.space not in (FINGERPRINT, key, PageNaming.of(FINGERPRINT, LAYOUT, bytes(32)).space)
+
+
+def new_secret(path: Path) -> str:
+    ensure_secret(path)
+    return str(path)
 
 
 def options_of(tmp_path: Path, **options: str | int | float | bool) -> dict[str, str | int | float | bool]:

@@ -114,10 +114,11 @@ def test_redis_gets_a_server_of_its_own_that_ends_with_the_measurement() -> None
     assert not [child for child in psutil.Process().children(recursive=True) if "redis" in child.name()]
 
 
-def test_a_redis_of_the_users_own_has_no_key_more_than_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("digest", ["off", "on"])
+def test_a_redis_of_the_users_own_has_no_key_more_than_before(tmp_path: Path, digest: str) -> None:
     with redis_server(tmp_path) as server:
         server.run("SET", "mine", "1")
-        status, output = bench("--connector", "redis", "--kv-url", server.url, "--digest", "off")
+        status, output = bench("--connector", "redis", "--kv-url", server.url, "--digest", digest)
         assert status == 0, output
         assert server.names() == [b"mine"]
 

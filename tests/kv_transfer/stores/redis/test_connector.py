@@ -364,13 +364,12 @@ def _list(server: RedisServer, names: list[str]) -> None:
 def test_replaced_value_is_a_counted_miss_and_is_removed(
     own_server: RedisServer, tmp_path: Path, damage: Callable[[RedisServer, list[str]], None], reason: str
 ) -> None:
-    ensure_secret(tmp_path / "key")
+    naming = PageNaming.of(FINGERPRINT, LAYOUT, ensure_secret(tmp_path / "key"))
     options: dict[str, Any] = {"kv_secret_file": str(tmp_path / "key"), "num_io_threads": 1}
     prefill, decode = (Core(RedisStore(options_of(own_server, digest=False)), **options) for _ in range(2))
     request, reader = make_request(PROMPT, hold=True), make_request(PROMPT, remote=True)
     prefill.prefill(request)
-    hashes = PageNaming.of(FINGERPRINT, LAYOUT).block_hashes(request)
-    names = [name_of(PageKey(FINGERPRINT, block_hash)) for block_hash in hashes]
+    names = [name_of(PageKey(naming.space, block_hash)) for block_hash in naming.block_hashes(request)]
     assert set(names) <= {name.decode() for name in own_server.names()}
     damage(own_server, names)
     decode.reserve(reader)
