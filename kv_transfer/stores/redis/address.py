@@ -85,6 +85,7 @@ class RedisLogin:
         self.username = username
         self._password_file = password_file
         self._clock = clock
+        self._lock = threading.Lock()
         self._refused: bytes | None = None
         self._wait_s = 0.0
         self._next_at = 0.0
@@ -111,11 +112,16 @@ class RedisLogin:
         self._wait_s = 0.0
 
     def note_refused(self, password: bytes | None) -> None:
-        if (password or b"") != self._refused:
-            self._wait_s = 0.0
-        self._refused = password or b""
-        self._wait_s = min(max(2 * self._wait_s, _FIRST_LOGIN_WAIT_S), _LONGEST_LOGIN_WAIT_S)
-        self._next_at = self._clock() + self._wait_s
+        """Of several connections that log in at the same time, the first refusal counts."""
+        with self._lock:
+            now = self._clock()
+            if not hmac.compare_digest(password or b"", self._refused or b""):
+                self._wait_s = 0.0
+            elif self._wait_s > 0.0 and now < self._next_at:
+                return
+            self._refused = password or b""
+            self._wait_s = min(max(2 * self._wait_s, _FIRST_LOGIN_WAIT_S), _LONGEST_LOGIN_WAIT_S)
+            self._next_at = now + self._wait_s
 
 
 def tls_context(*, ca_file: str = "", cert_file: str = "", key_file: str = "") -> ssl.SSLContext:

@@ -106,6 +106,28 @@ def test_rejected_login_backs_off_until_the_password_changes(tmp_path: Path) -> 
         pool.close()
 
 
+def test_refusals_of_several_connections_count_as_one() -> None:
+    now = 100.0
+    login = RedisLogin(clock=lambda: now)
+    for wait_s in (2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+        for _ in range(8):  # each has logged in with the same password, before the first answer came
+            login.note_refused(None)
+        now += wait_s - 0.1
+        with pytest.raises(ConnectionFailed, match="auth"):
+            login.password_to_try()
+        now += 0.2
+        login.password_to_try()
+    # STEP it is accepted, and refused again before the last wait would have ended
+    login.note_refused(None)
+    login.note_accepted()
+    login.password_to_try()
+    login.note_refused(None)
+    with pytest.raises(ConnectionFailed, match="auth"):
+        login.password_to_try()
+    now += 2.1
+    login.password_to_try()
+
+
 def test_login_without_a_password_backs_off_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
