@@ -207,9 +207,9 @@ class RedisStore:
             return extended, _read_page(connection, deadline, buffers, num_bytes, check)
 
         extended, outcome = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)
-        if outcome is False and isinstance(extended, ErrorReply) and extended.reason == "readonly":
+        if _reason(outcome) == "masterdown" or (outcome is False and _reason(extended) == "readonly"):
             self._leave_replica()
-        if isinstance(outcome, ErrorReply) and outcome.reason == "type":
+        if _reason(outcome) == "type":
             raise BadValue("type")
         self._check(outcome)
         if isinstance(outcome, Exception):
@@ -224,7 +224,7 @@ class RedisStore:
             return connection.read_status(deadline), connection.read_status(deadline)
 
         length, _ = self._exchange(self._writers, [request], read)
-        if isinstance(length, ErrorReply) and length.reason == "type":
+        if _reason(length) == "type":
             return False
         self._check(length)
         return length == b"%d" % num_bytes
@@ -284,7 +284,7 @@ class RedisStore:
         return answer
 
     def _leave_replica(self) -> None:
-        """It lacks a page: it may have been the primary, whose name stands for another server by now."""
+        """It lacks a page, or serves none: it may have been the primary, and the name stands for another server now."""
         now_s = time.monotonic()
         if now_s >= self._left_replica_s + self._options.breaker_retry_s:
             self._left_replica_s = now_s
@@ -294,7 +294,7 @@ class RedisStore:
         """Raises an ErrorReply."""
         if isinstance(reply, ErrorReply):
             self._outages.warn(reply.reason)
-            if reply.reason == "readonly":
+            if reply.reason in ("readonly", "masterdown"):
                 self._writers.drop_idle()  # the name may stand for another server by now
             raise reply
 
@@ -303,6 +303,10 @@ class RedisStore:
 
     def _ttl_ms(self, key: PageKey) -> int:
         return round(1000 * (self._options.tail_ttl_s if key.scope else self._options.ttl_s))
+
+
+def _reason(reply: object) -> str | None:
+    return reply.reason if isinstance(reply, ErrorReply) else None
 
 
 def _read_page(

@@ -14,12 +14,18 @@ import pytest
 import redis
 
 from kv_transfer.stores.base import StoreError
-from kv_transfer.stores.redis.connection import CLIENT_NAME
+from kv_transfer.stores.redis.connection import CLIENT_NAME, ErrorReply
 from kv_transfer.stores.redis.connector import RedisStore
 from tests.kv_transfer.stores.contract import HEADER, PAGE, key_of, read
 from tests.kv_transfer.stores.redis.redis_load import Load
-from tests.kv_transfer.stores.redis.redis_server import IMPATIENT, PATIENT, RedisServer, options_of, redis_server
-from tests.waiting import Stopwatch
+from tests.kv_transfer.stores.redis.redis_server import (
+    IMPATIENT,
+    PATIENT,
+    RedisServer,
+    options_of,
+    redis_server,
+)
+from tests.waiting import Stopwatch, wait_until
 
 
 @pytest.fixture
@@ -176,28 +182,50 @@ def test_no_request_fails_whatever_happens_to_redis(
     assert len(lines) <= 12, "a log line for each failure is too many"
 
 
+def connections(server: RedisServer) -> set[str]:
+    """Ids of the stores' own."""
+    with server.client() as client:
+        return {one["id"] for one in client.client_list() if one["name"] == CLIENT_NAME}
+
+
 def test_readers_leave_a_replica_that_lacks_a_page(own_server: RedisServer) -> None:
     """After a failover the name stands for another server, and the old primary, a replica now, closes no connection."""
-
-    def connections() -> set[str]:
-        with own_server.client() as client:
-            return {one["id"] for one in client.client_list() if one["name"] == CLIENT_NAME}
-
     store = RedisStore(options_of(own_server, breaker_retry_s=3600.0))
     store.put(key_of(1), (HEADER, PAGE))
     assert read(store, key_of(1)) == (HEADER, PAGE)
     ReadOnly().begin(own_server)
-    before = connections()
+    before = connections(own_server)
     assert read(store, key_of(1)) == (HEADER, PAGE)
-    assert connections() == before
+    assert connections(own_server) == before
     assert read(store, key_of(2)) is None
     assert read(store, key_of(1)) == (HEADER, PAGE)
-    after = connections()
+    after = connections(own_server)
     assert len(after - before) == 1
     for _ in range(2):  # within breaker_retry_s: where replicas are named on purpose, a miss does not cost a connection
         assert read(store, key_of(2)) is None
         assert read(store, key_of(1)) == (HEADER, PAGE)
-    assert connections() == after
+    assert connections(own_server) == after
+    store.close()
+
+
+def test_both_pools_leave_a_replica_that_serves_nothing(own_server: RedisServer) -> None:
+    """As above, where the replica has `replica-serve-stale-data no` and no link to its primary."""
+    own_server.run("CONFIG", "SET", "replica-serve-stale-data", "no")
+    store = RedisStore(options_of(own_server, breaker_retry_s=3600.0))
+    store.put(key_of(1), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    before = connections(own_server)
+    assert len(before) == 2
+    ReadOnly().begin(own_server)
+    with pytest.raises(ErrorReply, match="masterdown"):
+        read(store, key_of(1))
+    with pytest.raises(ErrorReply, match="masterdown"):
+        store.contains(key_of(1), 4352)
+    wait_until(lambda: not connections(own_server) & before, within_s=10.0)
+    # STEP the name stands for a primary
+    ReadOnly().end(own_server)
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert store.contains(key_of(1), 4352)
     store.close()
 
 
