@@ -22,6 +22,9 @@ PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 _EXPECTED = "redis://host:port/db or rediss://host:port/db, or redis+sentinel://host:port,host:port/service/db"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 _MAX_PASSWORD_BYTES = 4096
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds of silence before the first probe (by its names on Linux and macOS), between probes, and their number: a NAT
+forgets no idle connection, and one that is lost is found before a request needs it."""
 _FIRST_LOGIN_WAIT_S, _LONGEST_LOGIN_WAIT_S = 2.0, 60.0
 
 
@@ -149,6 +152,7 @@ def connect_tcp(host: str, port: int, deadline: float, receive_bytes: int) -> so
         sock = socket.socket(family, kind, protocol)
         try:
             _set_receive_buffer(sock, receive_bytes)
+            _keep_alive(sock)
             sock.settimeout(left)
             sock.connect(address)
         except OSError as error:
@@ -160,6 +164,13 @@ def connect_tcp(host: str, port: int, deadline: float, receive_bytes: int) -> so
         else:
             return sock
     raise failure
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _set_receive_buffer(sock: socket.socket, num_bytes: int) -> None:

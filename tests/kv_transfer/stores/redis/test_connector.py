@@ -257,6 +257,19 @@ def test_server_that_answers_a_byte_at_a_time_does_not_hold_the_login_up() -> No
         thread.join()
 
 
+def test_idle_connections_are_probed_before_a_nat_forgets_them(own_server: RedisServer) -> None:
+    store = RedisStore(options_of(own_server))
+    store.connect()
+    for connection in [*store._readers._idle, *store._writers._idle]:
+        sock: socket.socket = connection._sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, interval_s, num_probes = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        assert idle_s <= 60, "clouds forget a connection after some minutes"
+        assert idle_s + interval_s * num_probes <= 120, "a connection that was lost is closed before it is used"
+    store.close()
+
+
 def test_child_process_does_not_use_the_connections_of_its_parent(own_server: RedisServer) -> None:
     store = RedisStore(options_of(own_server))
     store.put(key_of(1), (HEADER, PAGE))
