@@ -184,7 +184,7 @@ class RedisStore:
         self._readers = PagePool(endpoint, num_connections, max_remote=max_remote)
         self._writers = PagePool(endpoint, num_connections, max_remote=max_remote)
         self._outages = OutageLog(f"redis at {endpoint.address}")
-        self._left_replica_s = -math.inf
+        self._left_replica_s = self._paused_until_s = -math.inf
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         num_bytes = sum(map(len, buffers))
@@ -200,13 +200,15 @@ class RedisStore:
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
         num_bytes = sum(map(len, buffers))
         name = self._name(key)
-        request = encode("PEXPIRE", name, self._ttl_ms(key)) + encode("GETRANGE", name, 0, num_bytes)
+        request, is_extended = encode("GETRANGE", name, 0, num_bytes), not self._is_paused
+        if is_extended:
+            request += encode("PEXPIRE", name, self._ttl_ms(key))
 
-        def read(connection: PageConnection, deadline: float) -> tuple[bytes | ErrorReply, bool | Exception]:
-            extended = connection.read_status(deadline)  # READONLY of a replica: the page lives as long as it was to
-            return extended, _read_page(connection, deadline, buffers, num_bytes, check)
+        def read(connection: PageConnection, deadline: float) -> tuple[bool | Exception, bytes | ErrorReply | None]:
+            outcome = _read_page(connection, deadline, buffers, num_bytes, check)
+            return outcome, self._read_extended(connection, deadline) if is_extended else None
 
-        extended, outcome = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)
+        outcome, extended = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)
         if _reason(outcome) == "masterdown" or (outcome is False and _reason(extended) == "readonly"):
             self._leave_replica()
         if _reason(outcome) == "type":
@@ -282,6 +284,22 @@ class RedisStore:
             raise
         self._outages.note_answer()
         return answer
+
+    def _read_extended(self, connection: PageConnection, deadline: float) -> bytes | ErrorReply | None:
+        """The answer to PEXPIRE, which comes after the page. READONLY of a replica: the page lives as long as it was
+        to. None: the server is paused for writes; for a while pages are only read."""
+        if not self._is_paused:
+            try:
+                return connection.read_status(deadline)
+            except (TimeoutError, BlockingIOError):
+                self._paused_until_s = time.monotonic() + self._options.breaker_retry_s
+        connection.disconnect()  # type: ignore[no-untyped-call]  # the answer may still come
+        return None
+
+    @property
+    def _is_paused(self) -> bool:
+        """A request shows it to those that waited behind it as well."""
+        return time.monotonic() < self._paused_until_s
 
     def _leave_replica(self) -> None:
         """It lacks a page, or serves none: it may have been the primary, and the name stands for another server now."""

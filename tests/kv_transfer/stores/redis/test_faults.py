@@ -22,6 +22,7 @@ from tests.kv_transfer.stores.redis.redis_server import (
     IMPATIENT,
     PATIENT,
     RedisServer,
+    name_of,
     options_of,
     redis_server,
 )
@@ -226,6 +227,36 @@ def test_both_pools_leave_a_replica_that_serves_nothing(own_server: RedisServer)
     ReadOnly().end(own_server)
     assert read(store, key_of(1)) == (HEADER, PAGE)
     assert store.contains(key_of(1), 4352)
+    store.close()
+
+
+def test_a_paused_server_can_be_read(own_server: RedisServer) -> None:
+    store = RedisStore(options_of(own_server, timeout_s=2.5, breaker_retry_s=3600.0))
+    store.put(key_of(1), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    Paused().begin(own_server)
+    for _ in range(3):
+        assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert read(store, key_of(2)) is None
+    with pytest.raises(StoreError, match="timeout"):
+        store.put(key_of(2), (HEADER, PAGE))
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    assert not store.endpoint.num_restarts
+    store.close()
+
+
+def test_reads_prolong_a_pages_life_again_after_a_pause(own_server: RedisServer) -> None:
+    store = RedisStore(options_of(own_server, timeout_s=2.5, breaker_retry_s=0.01, ttl_s=1000.0))
+    store.put(key_of(1), (HEADER, PAGE))
+    Paused().begin(own_server)
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    Paused().end(own_server)
+    own_server.run("PEXPIRE", name_of(key_of(1)), 500_000)
+    time.sleep(0.02)
+    assert read(store, key_of(1)) == (HEADER, PAGE)
+    left_ms = own_server.run("PTTL", name_of(key_of(1)))
+    assert isinstance(left_ms, int)
+    assert left_ms > 900_000
     store.close()
 
 
