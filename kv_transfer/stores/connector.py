@@ -121,8 +121,7 @@ class StoreConnector(TransferConnector):
         self._loader.cancel_all()
         self._threads.shutdown(self._options.shutdown_timeout_s)
         self._apply_results(self._clock())
-        for key in self._producer.take_deletes():
-            self._io.delete(key)
+        all(map(self._io.delete, self._producer.take_deletes()))  # up to the first failure: the rest expires
         self._store.close()
 
     # Inside

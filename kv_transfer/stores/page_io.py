@@ -132,8 +132,8 @@ class PageIO:
             return False
         return True
 
-    def delete(self, key: PageKey) -> None:
-        """Remove a page. Retried while the store is busy, not while it accepts no writes."""
+    def delete(self, key: PageKey) -> bool:
+        """Remove a page; whether it is gone. Retried while the store is busy, not while it accepts no writes."""
         for pause_s in _DELETE_PAUSES_S:
             try:
                 self.store.delete(key)
@@ -143,7 +143,8 @@ class PageIO:
                 _log.debug("could not remove a page: %s", _reason(error))
                 time.sleep(pause_s)
             else:
-                break
+                return True
+        return False
 
     def round_trip(self, name: PageName, block_id: int) -> bytearray | None:
         """Save a block as page `name`, read it into new memory, and remove it. None: the store has lost it. Raises what

@@ -122,7 +122,7 @@ class TransferCounters:
         )
 
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:

@@ -18,7 +18,7 @@ from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import MAC_BYTES, VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.secret import load_secret
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
-from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED, IOThreads, OpResult
+from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED, IOThreads, Job, OpResult
 from kv_transfer.transfer.loader import LoadOp
 from kv_transfer.transfer.producer import SaveOp
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
@@ -75,7 +75,7 @@ class _NoThreads(IOThreads):
     def __init__(self) -> None:
         super().__init__(0, "none")
 
-    def submit(self, job: Callable[[], None], *, is_urgent: bool = False) -> None:
+    def submit(self, job: Job, *, is_urgent: bool = False) -> None:
         job()
 
 

@@ -314,3 +314,21 @@ def test_a_page_that_could_not_be_removed_at_once_is_removed_later(store: Memory
     assert len(busy.values) == NUM_PAGES
     prefill.release()
     prefill.wait(lambda: len(busy.values) == NUM_FULL)
+
+
+def test_shutdown_gives_up_after_the_first_page_that_cannot_be_removed() -> None:
+    class StuckStore(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tried: list[PageKey] = []
+
+        def delete(self, key: PageKey) -> None:
+            self.tried.append(key)
+            raise OSError(11, "busy")
+
+    stuck = StuckStore()
+    prefill = Core(stuck)
+    for number in range(5):
+        prefill.prefill(writer_of(request_id=f"r{number}", transfer_id=f"t{number}"))
+    prefill.connector.shutdown()
+    assert len(set(stuck.tried)) == 1, "a store that hangs must not hold up the end of an instance for each transfer"
