@@ -196,6 +196,8 @@ def _resolve(host: str, port: int, deadline: float) -> list[Any]:
             outcome.put([*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
         except OSError as error:
             outcome.put(error)
+        except UnicodeError:  # a label that is empty, or has more than 63 characters
+            outcome.put(socket.gaierror(socket.EAI_NONAME, f"{host} is not a DNS name"))
 
     threading.Thread(target=resolve, name="kv-redis-resolve", daemon=True).start()
     try:

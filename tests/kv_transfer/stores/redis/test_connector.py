@@ -257,6 +257,14 @@ def test_server_that_answers_a_byte_at_a_time_does_not_hold_the_login_up() -> No
         thread.join()
 
 
+@pytest.mark.parametrize("host", ["redis..svc", "a" * 64 + ".svc"])
+def test_a_host_that_no_name_server_is_asked_for_is_not_resolved(host: str) -> None:
+    store = RedisStore(RedisOptions(url=f"redis://{host}:6379", digest=False, **PATIENT))
+    with pytest.raises(ConnectionFailed, match="resolve"):
+        store.connect()
+    store.close()
+
+
 def test_idle_connections_are_probed_before_a_nat_forgets_them(own_server: RedisServer) -> None:
     store = RedisStore(options_of(own_server))
     store.connect()
