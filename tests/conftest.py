@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test has more threads, they wait without spinning
 # A shell's background job ignores Ctrl-C, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Under nohup these processes go on after SIGHUP. The commands that tests start have its default: a handler is not theirs.
+# Under nohup this process goes on after SIGHUP. Commands that tests start have its default: a handler is not passed on.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 # Their asserts say what differs.
