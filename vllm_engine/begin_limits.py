@@ -16,6 +16,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.core.messages import EngineRequest
 
+_OUTPUTS_S = 0.05
+"""In which the outputs that came before the workers' answer reach their requests: the answer knows no ended request."""
+
 
 class BeginLimits:
     """Belongs to the host's event loop."""
@@ -67,6 +70,7 @@ class BeginLimits:
             late, self._late = self._late, []
             self._interrupt()
             begun, *_ = await self._engine.collective_rpc("tandem_begun")
+            await asyncio.sleep(_OUTPUTS_S)
             for request in late:
                 limited = self._limited.get(request.request_id)
                 if limited is not None and limited[0] is request and request.request_id not in begun:

@@ -13,7 +13,8 @@ MESSAGE_PARTS = ("text", "refusal")
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages of one chat, without the members that are None. Raises InvalidRequest."""
-    return [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    names: dict[str, Any] = {}
+    return [_template_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
@@ -41,22 +42,35 @@ def parsed_arguments(arguments: str) -> Any:
         return arguments
 
 
-def _template_message(message: Any, field: str) -> dict[str, Any]:
+def _template_message(message: Any, field: str, names: dict[str, Any]) -> dict[str, Any]:
+    """`names`: the tools of earlier calls by their ids."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(field, f"{shown(message)} is not a message", '{"role": …, "content": …}')
     members = {name: value for name, value in message.items() if value is not None}
+    if members.get("role") == "developer":  # OpenAI's newer name of the role that templates call system
+        members["role"] = "system"
+    if (refusal := members.pop("refusal", None)) is not None:  # of another model: its text in place of an answer
+        members.setdefault("content", refusal)
+    if "reasoning" in members:
+        members.setdefault("reasoning_content", members.pop("reasoning"))
     content = members["content"] = joined_parts(members.get("content", ""), field, MESSAGE_PARTS)
     if not isinstance(content, str):
         raise InvalidRequest(field, f"content {shown(content)} is not a string", "a string, or a list of parts")
     if isinstance(calls := members.get("tool_calls"), list | tuple):
-        members["tool_calls"] = [_template_call(call) for call in calls]
+        members["tool_calls"] = [_template_call(call, names) for call in calls]
+        if not calls:
+            del members["tool_calls"]
+    given = members.pop("name", None)
+    if members.get("role") == "tool" and (name := given or names.get(str(members.get("tool_call_id")))):
+        members["name"] = name
     return members
 
 
-def _template_call(call: Any) -> Any:
+def _template_call(call: Any, names: dict[str, Any]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
+    names[str(call.get("id"))] = function.get("name")
     arguments = function.get("arguments") or ""
     if isinstance(arguments, str):
         arguments = parsed_arguments(arguments)

@@ -290,8 +290,10 @@ def balance(
         why = f"the ratio of prefill to decode must stay within {lowest:g}..{highest:g}"
     else:
         hold, why = "budget", f"{settings.max_instances} instances are allowed in both pools together"
-    pairs = product(_between(prefill), _between(decode))
+    pairs = [*product(_between(prefill), _between(decode))]
     allowed = [pair for pair in pairs if _is_allowed(before, pair, present, num_ending, settings)]
+    if not allowed:  # processes that start are within the ratio, and what has started is not yet
+        allowed = [pair for pair in pairs if _is_allowed(before, pair, before, num_ending, settings)]
     best = min(allowed, key=lambda pair: _unmet((prefill, decode), pair), default=before)
     return _limited(prefill, best[0], hold, why), _limited(decode, best[1], hold, why)
 

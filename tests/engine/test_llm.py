@@ -48,12 +48,16 @@ def test_a_conversation_is_the_prompt_that_its_template_renders(demo: LLM) -> No
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}]
 PARTS = [{"type": "text", "text": "Add 1 and 2,"}, {"type": "text", "text": "please."}]
 CALLED = [
+    {"role": "developer", "content": "Be exact."},
+    {"role": "user", "content": "Hello", "name": "ann"},
+    {"role": "assistant", "content": None, "refusal": "I cannot.", "reasoning": "Hm.", "tool_calls": []},
     {"role": "user", "content": PARTS},
     {"role": "assistant", "content": None, "tool_calls": CALLS},
     {"role": "tool", "tool_call_id": "c1", "content": "3"},
 ]
 TEMPLATE = (
     "{% for one in messages %}{{ one.role }}: {% if one.content is string %}{{ one.content }}{% endif %}"
+    "{{ one.name }}{{ one.reasoning_content }}{{ ' with calls ' if 'tool_calls' in one }}"
     "{% for call in one.tool_calls %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}; "
     "{% endfor %}"
 )
@@ -66,7 +70,10 @@ def test_a_conversation_in_openais_form_is_the_prompt_that_it_is_when_served(dem
     [one] = demo.chat(CALLED, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
     renderer = demo.get_tokenizer().with_chat_template(TEMPLATE)
     assert one.prompt == renderer.render_chat(served)
-    assert one.prompt == 'user: Add 1 and 2,\nplease.; assistant: add {"a": 1, "b": [2]}; tool: 3; '
+    assert one.prompt == (
+        "system: Be exact.; user: Hello; assistant: I cannot.Hm.; user: Add 1 and 2,\nplease.; "
+        'assistant:  with calls add {"a": 1, "b": [2]}; tool: 3add; '
+    )
     assert one.prompt_token_ids == renderer.encode_chat(served)
     assert before == CALLED, "the caller's messages have changed"
 

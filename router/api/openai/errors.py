@@ -42,6 +42,8 @@ _KINDS: dict[type[ServiceError], _Kind] = {
     PoisonRequestRejected: _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error", "quarantined"),
 }
 _INVALID = _Kind(status.HTTP_400_BAD_REQUEST, "invalid_request_error")
+UNION_TAGS = FUNCTION, NAMESPACE, WEB_SEARCH = "<function>", "<namespace>", "<web_search>"
+"""Which class a value is validated as; pydantic places them among the names of members."""
 _FIELD = re.compile(r"[A-Za-z_][\w.\[\]-]*")
 
 
@@ -96,9 +98,9 @@ def headers_of(error: ServiceError) -> dict[str, str]:
 def invalid_body(error: ValidationError) -> ServiceError:
     """The first of pydantic's errors as an InvalidArgument."""
     first = error.errors(include_url=False, include_context=False)[0]
-    # tools[0].name of ("tools", 0, "<function>", "name"): the angle brackets are those of a union's tag
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
-    field = "".join(part for part in parts if not part.startswith(".<")).removeprefix(".")
+    # tools[0].name of ("tools", 0, "<function>", "name")
+    parts = [part for part in first["loc"] if part not in UNION_TAGS]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     if first["type"] == "json_invalid":
         return invalid_argument("body", first["msg"], "a JSON object")
     if first["type"] == "missing":

@@ -63,7 +63,8 @@ class ResponsesRequest(FrontBody):
 
     renamed: ClassVar = {
         "prompt": "input", "messages": "input", "messages[": "input", "chat.messages": "input",
-        "chat.messages[": "input", "chat.tools": "tools", "tools": "tools", "chat.tool_choice": "tool_choice",
+        "chat.messages[": "input", "chat.tools": "tools", "chat.tools[": "tools", "tools": "tools",
+        "chat.tool_choice": "tool_choice",
         "chat.required_tool": "tool_choice", "max_tokens": "max_output_tokens", "response_format": "text",
         "json_schema": "text", "structural_tag": "tools", "session": "prompt_cache_key",
     }  # fmt: skip
@@ -149,9 +150,8 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
             else:
                 messages.append(message)
         case "function_call":
-            name = ToolName(
-                text_member({"namespace": "", **item}, "namespace", field), text_member(item, "name", field)
-            )
+            namespace = text_member({"namespace": item.get("namespace") or ""}, "namespace", field)
+            name = ToolName(namespace, text_member(item, "name", field))
             function = {"name": name.in_chat(), "arguments": text_member(item, "arguments", field)}
             call = {"id": text_member(item, "call_id", field), "function": function}
             if last is None:

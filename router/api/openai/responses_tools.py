@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from engine.errors import shown
+from router.api.openai.errors import FUNCTION, NAMESPACE, WEB_SEARCH
 from router.api.openai.strict_model import StrictModel
 from serving.errors import invalid_argument
 
@@ -86,13 +87,13 @@ def _class_of(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind not in _TYPES:
         raise invalid_argument("tools", f"{shown(kind)} is no type of a supported tool", ", ".join(_TYPES))
-    return f"<{kind.removesuffix('_preview')}>"
+    return {"function": FUNCTION, "namespace": NAMESPACE}.get(kind, WEB_SEARCH)
 
 
 ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[WebSearchTool, Tag("<web_search>")],
+    Annotated[FunctionTool, Tag(FUNCTION)]
+    | Annotated[NamespaceTool, Tag(NAMESPACE)]
+    | Annotated[WebSearchTool, Tag(WEB_SEARCH)],
     Discriminator(_class_of),
 ]
 

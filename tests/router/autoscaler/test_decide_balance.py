@@ -69,6 +69,11 @@ def test_a_process_that_a_rollout_has_just_replaced_counts_in_the_ratio() -> Non
     assert sizes(balance(wants("prefill", 4, 5), wants("decode", 3, 4), 1, settings, (4, 4))) == (4, 4)
 
 
+def test_a_pool_that_still_starts_may_grow_towards_the_ratio() -> None:
+    settings = settings_of(min_ratio=1.0)
+    assert sizes(balance(wants("prefill", 1, 3), wants("decode", 4, 4), 0, settings, (4, 4))) == (3, 4)
+
+
 def test_a_drifting_ratio_of_prefill_to_decode_is_stopped_at_its_bounds() -> None:
     settings = settings_of(min_ratio=0.5, max_ratio=2.0)
     assert sizes(balanced((2, 4), (1, 1), settings)) == (2, 1)

@@ -92,7 +92,8 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
         results = [
             {"type": "function_call_output", "call_id": call["call_id"], "output": "x"} for call in response["output"]
         ]
-        again = await accepted(http, "/v1/responses", input=[*response["output"], *results], tools=tools)
+        items = [{"namespace": None, **call} for call in response["output"]]  # as openai-python's model_dump
+        again = await accepted(http, "/v1/responses", input=[*items, *results], tools=tools)
         assert [tool["type"] for tool in again["tools"]] == ["namespace", "function"]
         assert model.tokenizer is not None
         prompt = model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)

@@ -214,6 +214,8 @@ async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
             "tools[0].tools[0].type",
             "'f",
         ),
+        ({"tools": [{"type": "web_search"}, {**TOOL, "name": "bad name!"}]}, "tools", "bad name!"),
+        ({"extra_body": {"<x>": 1}}, "<x>", "not permitted"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity", "'low', 'medium' or 'high'"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is not in tools"),
         ({"tool_choice": {"type": "function", "name": ""}}, "tool_choice", "is not supported; allowed: auto"),
