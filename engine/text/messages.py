@@ -34,6 +34,16 @@ def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] =
     return "\n".join(texts)
 
 
+def rename_for_templates(members: dict[str, Any]) -> None:
+    """Gives the members of a message, none of them None, the names and values that templates know."""
+    if members.get("role") == "developer":  # OpenAI's newer name of the role
+        members["role"] = "system"
+    if (refusal := members.pop("refusal", None)) is not None:  # of another model: its text in place of an answer
+        members.setdefault("content", refusal)
+    if "reasoning" in members:  # OpenRouter's and newer vLLM's name
+        members.setdefault("reasoning_content", members.pop("reasoning"))
+
+
 def parsed_arguments(arguments: str) -> Any:
     """A call's arguments; the text itself if it is no JSON: what the model has written, and its client returns."""
     try:
@@ -47,12 +57,7 @@ def _template_message(message: Any, field: str, names: dict[str, Any]) -> dict[s
     if not isinstance(message, Mapping):
         raise InvalidRequest(field, f"{shown(message)} is not a message", '{"role": …, "content": …}')
     members = {name: value for name, value in message.items() if value is not None}
-    if members.get("role") == "developer":  # OpenAI's newer name of the role that templates call system
-        members["role"] = "system"
-    if (refusal := members.pop("refusal", None)) is not None:  # of another model: its text in place of an answer
-        members.setdefault("content", refusal)
-    if "reasoning" in members:
-        members.setdefault("reasoning_content", members.pop("reasoning"))
+    rename_for_templates(members)
     content = members["content"] = joined_parts(members.get("content", ""), field, MESSAGE_PARTS)
     if not isinstance(content, str):
         raise InvalidRequest(field, f"content {shown(content)} is not a string", "a string, or a list of parts")

@@ -13,8 +13,6 @@ from router.api.openai.strict_model import StrictModel
 from router.request.validation import service_errors
 from serving.errors import invalid_argument
 
-_ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates call system
-
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
     """See engine.text.messages. Raises InvalidArgument."""
@@ -60,10 +58,7 @@ class Message(StrictModel):
         for name in ("function_call", "audio"):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
-        if (refusal := members.pop("refusal", None)) is not None:  # of another model: its text in place of an answer
-            members.setdefault("content", refusal)
-        if "reasoning" in members:  # OpenRouter's and newer vLLM's name
-            members.setdefault("reasoning_content", members.pop("reasoning"))
+        messages.rename_for_templates(members)
         return {"content": "", **members} if members.get("tool_calls") else members
 
     @model_validator(mode="after")
@@ -75,10 +70,9 @@ class Message(StrictModel):
     def on_wire(self) -> dict[str, Any]:
         """Of `name` templates read that of a tool alone."""
         calls = [{"id": call.id, **call.function.model_dump()} for call in self.tool_calls]
-        role = _ROLES.get(self.role, self.role)
-        name = self.name if role == "tool" else ""
+        name = self.name if self.role == "tool" else ""
         return {
-            "role": role,
+            "role": self.role,
             "content": self.content,
             "tool_calls": calls,
             "tool_call_id": self.tool_call_id,
