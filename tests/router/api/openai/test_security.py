@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from router.api.openai.server import HttpServer, HttpSettings, HttpTls
 from serving.settings import SettingsError
+from serving.tls import TlsFiles
 from tandem.local_stack.pki import Issued, StackCa
 from tests.certificates import HOSTS, Files, files_of, replace
 from tests.router.api.openai.conftest import RunHttp
@@ -187,13 +188,20 @@ def _weak() -> Issued:
     return Issued(certificate, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
 
 
-async def test_files_that_openssl_rejects_leave_the_last_usable_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@asynccontextmanager
+async def reloading(tmp_path: Path) -> AsyncIterator[tuple[str, StackCa, Files, TlsFiles]]:
+    """A server that needs no client certificate: its address, its CA, its files, and what has read them."""
     authority = StackCa()
     files = issued(tmp_path / "router", "router", authority)
     watched = files.tls()
     async with serving(HttpTls(watched, require_client_cert=False, client_names=())) as url:
+        yield url, authority, files, watched
+
+
+async def test_files_that_openssl_rejects_leave_the_last_usable_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with reloading(tmp_path) as (url, authority, files, watched):
         before = await serial(url, files)
         for num_rejected in (1, 2):
             files.replace(_weak())
@@ -213,10 +221,7 @@ async def test_files_that_openssl_rejects_leave_the_last_usable_ones(
 async def test_files_that_could_not_be_loaded_for_a_moment_are_loaded_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    authority = StackCa()
-    files = issued(tmp_path / "router", "router", authority)
-    watched = files.tls()
-    async with serving(HttpTls(watched, require_client_cert=False, client_names=())) as url:
+    async with reloading(tmp_path) as (url, authority, files, watched):
         before = await serial(url, files)
         with monkeypatch.context() as full_disk:
             full_disk.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
