@@ -16,7 +16,7 @@ from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.machine import second_level_bytes
 from engine.models.elementwise import to_float32
-from engine.models.panel_linear_kernels import CHUNK, PANEL, multiply_address
+from engine.models.panel_linear_kernels import CHUNK, PANEL, multiply_address, runs_of
 from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
@@ -131,7 +131,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
 _SHORT_PRODUCTS = 1 << 16
 """With fewer multiplications of numbers one thread finishes before a second has started."""
 
-_Arguments = ctypes.c_int64 * 9
+_Arguments = ctypes.c_int64 * 11
 _address_of = {in_pairs: functools.partial(multiply_address, in_pairs=in_pairs) for in_pairs in (False, True)}
 
 
@@ -189,6 +189,7 @@ class PanelLinear:
             self._bias.data_ptr(),
             output.data_ptr(),
             self._next_fits and num_rows > 4 and num_tasks > num_threads,
+            *runs_of(num_tasks, num_threads, num_rows),
         )
         is_short = num_rows * self._panels.numel() < _SHORT_PRODUCTS
         self._launch(None if is_short else num_threads, arguments)

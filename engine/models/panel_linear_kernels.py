@@ -12,6 +12,10 @@ numbers beside them: there the panel is read quarter by quarter, of two rows hal
 Where there are more than four rows, memory would wait while the others read the panel from the second level. So they
 prefetch the thread's next panel, a quarter each, for which a thread takes its next task before it computes this one. It
 does so only where there are more tasks than threads: otherwise another thread would have none.
+
+Of four rows and fewer, memory would wait at the start of each panel, since what was prefetched past the end of the last
+one is another thread's. So a thread takes a run of neighbouring panels at once, and single ones at the end, so that all
+threads finish together.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -51,6 +55,8 @@ _NEAR = 4
 """Numbers: so far by one row without AVX-512, which is 8 % faster (benchmarks/LOG.md)."""
 CHUNK = 128
 """Rows of a task."""
+_RUN = 8
+"""Panels, at most. Of 64 KiB each, eight at once are read a tenth faster than one by one (benchmarks/LOG.md)."""
 _VECTORS = PANEL // WIDTH
 _SUMS = 24
 """At most, in 32 registers."""
@@ -62,8 +68,8 @@ MANY_ROWS = 12 if has_wide_registers() else 4
 def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
-    [rows, outputs], whether threads prefetch their next panel. `dtype`: float32, or bfloat16, whose numbers are pairs,
-    multiplied as such if `in_pairs`."""
+    [rows, outputs], whether threads prefetch their next panel; of `runs_of`: tasks of a run, runs. `dtype`: float32, or
+    bfloat16, whose numbers are pairs, multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
     numbers = PAIRS if in_pairs else kind
     if dtype == "bfloat16" and not in_pairs:
@@ -93,8 +99,8 @@ def _multiplying(many):
         output = pointer(a[7], kind)
         num_chunks = (rows + CHUNK - 1) // CHUNK
         quarter = WIDTH * num_numbers
-        prefetches = a[8] != 0
-        task = next_task(a)
+        prefetches, run, num_runs = a[8] != 0, a[9], a[10]
+        task, left = task_after(a, 0, 0, run, num_runs)
         while True:
             column = task // num_chunks * PANEL
             if column >= outputs:
@@ -103,7 +109,7 @@ def _multiplying(many):
             last = min(row + CHUNK, rows)
             line = end = 0
             if prefetches:
-                task = next_task(a)
+                task, left = task_after(a, task, left, run, num_runs)
                 next_column = task // num_chunks * PANEL
                 is_next = column < next_column < outputs and row + 4 < last
                 line, end = next_column * num_numbers, (next_column + PANEL * is_next) * num_numbers
@@ -122,9 +128,26 @@ def _multiplying(many):
             if row < last:
                 _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
             if not prefetches:
-                task = next_task(a)
+                task, left = task_after(a, task, left, run, num_runs)
 
     return multiply
+
+
+def runs_of(num_tasks: int, num_threads: int, num_rows: int) -> tuple[int, int]:
+    """How many tasks a thread takes at once, and how often it is so many; then it takes them one by one."""
+    run = min(num_tasks // (4 * num_threads), _RUN) if num_rows <= 4 else 1
+    return (run, (num_tasks - run * num_threads // 2) // run) if run > 1 else (1, 0)
+
+
+@kernel_part
+def task_after(a, task, left, run, num_runs):
+    """The thread's task after this one, of which `left` follow in its run; and how many follow that one."""
+    if left > 0:
+        return task + 1, left - 1
+    number = next_task(a)
+    if number < num_runs:
+        return number * run, run - 1
+    return number + num_runs * (run - 1), 0
 
 
 def vectors_at_once(num_rows):

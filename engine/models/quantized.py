@@ -20,12 +20,12 @@ from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.models.elementwise import to_float32
-from engine.models.panel_linear_kernels import PANEL
+from engine.models.panel_linear_kernels import PANEL, runs_of
 from engine.models.quantized_kernels import multiply_address
 
 INT4_GROUP = 32
 """Inputs that share a scale."""
-_Arguments = ctypes.c_int64 * 11
+_Arguments = ctypes.c_int64 * 13
 _address_of = {
     (bits, in_pairs): functools.partial(multiply_address, bits=bits, in_pairs=in_pairs)
     for bits in (8, 4)
@@ -105,6 +105,7 @@ class QuantizedLinear:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         numbers = x.contiguous() if self._in_pairs else to_float32(x)
         output = torch.empty((x.shape[0], self._outputs), dtype=self._stored_dtype)
+        num_threads = torch.get_num_threads()
         arguments = _Arguments(
             0,
             x.shape[0],
@@ -117,8 +118,9 @@ class QuantizedLinear:
             self._scales.data_ptr(),
             self._bias.data_ptr(),
             output.data_ptr(),
+            *runs_of(len(self._scales), num_threads, x.shape[0]),
         )
-        self._launch(torch.get_num_threads(), arguments)
+        self._launch(num_threads, arguments)
         return output[:, : self.out_features].to(self._dtype).contiguous()
 
 

@@ -33,14 +33,13 @@ from engine.attention.simd import (
     as_floats,
     as_pairs,
     fused_product,
-    next_task,
     pointer,
     prefetched,
     put_floats,
     repeated,
     vector_at,
 )
-from engine.models.panel_linear_kernels import MANY_ROWS, PANEL, vectors_at_once
+from engine.models.panel_linear_kernels import MANY_ROWS, PANEL, task_after, vectors_at_once
 
 _AHEAD = 4096
 """Bytes: so far the panel is prefetched, past its end into the next one."""
@@ -55,7 +54,7 @@ _INTEGERS = ir.VectorType(_I32, WIDTH)
 def multiply_address(dtype: str, bits: int, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of an input row, numbers of a group, input (rows
     of float32, or of pairs), codes, their bytes for one number of a panel, scales (bfloat16 [panels, groups, 64]), bias
-    (float32 [panels, 64]), output. `dtype`: of the output."""
+    (float32 [panels, 64]), output; of `runs_of`: panels of a run, runs. `dtype`: of the output."""
     kind, codes, numbers = KINDS[dtype], CODES[bits], PAIRS if in_pairs else FLOAT32
 
     @kernel
@@ -71,8 +70,9 @@ def _multiply(a, kind, codes_kind, numbers_kind):
     numbers, codes, output = pointer(a[5], numbers_kind), pointer(a[6], codes_kind), pointer(a[10], kind)
     scales, bias = pointer(a[8], BFLOAT16), pointer(a[9], FLOAT32)
     num_groups = (num_numbers + group - 1) // group
+    run, num_runs = a[11], a[12]
+    panel, left = task_after(a, 0, 0, run, num_runs)
     while True:
-        panel = next_task(a)
         column = panel * PANEL
         if column >= outputs:
             break
@@ -89,6 +89,7 @@ def _multiply(a, kind, codes_kind, numbers_kind):
             row += 2
         if row < rows:
             _multiply_one(numbers, (row, num_numbers, group), codes, scales, matrix, bias, output, (outputs, column))
+        panel, left = task_after(a, panel, left, run, num_runs)
 
 
 def _coded(builder, codes, at, vector, bits):

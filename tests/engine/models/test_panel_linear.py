@@ -10,6 +10,7 @@ import torch
 from engine.attention.compilation import has_pairs, has_wide_registers, multiplies_tiles
 from engine.models import linear
 from engine.models.linear import Linear, PackedLinear, PanelLinear, make_linear
+from engine.models.panel_linear_kernels import runs_of
 
 NUM_RESULTS = 1 << 17
 """Another order of addition rounds one result in 2,000 to 20,000 to another bfloat16."""
@@ -101,6 +102,30 @@ def test_threads_prefetch_the_next_panel_only_where_each_has_one_more(monkeypatc
     for out_features, rows in ((128, 8), (128, 129), (192, 4), (192, 5)):
         PanelLinear(numbers(out_features, 64, dtype=torch.float32), None)(numbers(rows, 64, dtype=torch.float32))
     assert [arguments[8] for arguments in seen] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_few_rows_read_the_panels_in_runs_and_none_is_left_out(dtype: torch.dtype, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    x = numbers(5, 130, dtype=dtype)  # five rows take the panels one by one
+    for num_panels in (*range(1, 40), 100, 201):
+        layer = PanelLinear(numbers(num_panels * 64 - 16, 130, dtype=dtype), None)
+        one_by_one = layer(x)
+        for rows in (1, 2, 3, 4):
+            assert torch.equal(layer(x[:rows]), one_by_one[:rows]), f"{num_panels} panels, {rows} rows"
+
+
+def test_runs_leave_single_tasks_so_that_threads_end_together() -> None:
+    assert [runs_of(tasks, 2, 1) for tasks in (0, 15, 16, 64, 96, 2374)] == [
+        (1, 0),
+        (1, 0),
+        (2, 7),
+        (8, 7),
+        (8, 11),
+        (8, 295),
+    ]
+    assert runs_of(64, 2, 5) == (1, 0)
+    assert runs_of(64, 16, 1) == (1, 0)
 
 
 def test_rows_of_a_wider_matrix_are_copied_and_no_row_is_no_result(dtype: torch.dtype) -> None:

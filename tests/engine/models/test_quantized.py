@@ -33,7 +33,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(100, 97), (192, 160)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 97), (192, 160), (1300, 32)])
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "bfloat16, in pairs"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_row_is_the_product_with_the_numbers_and_has_the_same_bits_among_any_others(
