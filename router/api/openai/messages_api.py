@@ -59,6 +59,11 @@ class MessagesExchange(Exchange):
         await self.end_events(None)
 
 
+_BILLING_HEADER = "x-anthropic-billing-header:"
+"""Claude Code's first line of `system`, for Anthropic alone. It is another one in each request: in the prompt it would
+keep every block from the prefix cache."""
+
+
 class AnthropicTool(StrictModel):
     type: Literal["custom"] | None = None
     name: str
@@ -147,7 +152,7 @@ class CountTokensRequest(FrontBody):
         return {**self.renamed, "request.sampling": name}
 
     def chat(self) -> dict[str, Any]:
-        system = joined_parts(self.system, "system")
+        system = _without_billing_header(joined_parts(self.system, "system"))
         messages = [{"role": "system", "content": system}] if system else []
         for index, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{index}]")
@@ -184,6 +189,10 @@ class MessagesRequest(CountTokensRequest):
     def chat(self) -> dict[str, Any]:
         sampling = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         return {**super().chat(), **sampling, "stop": self.stop_sequences}
+
+
+def _without_billing_header(system: str) -> str:
+    return system.partition("\n")[2] if system.startswith(_BILLING_HEADER) else system
 
 
 def _function(tool: AnthropicTool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.api.openai.messages_api import MessagesRequest
+from router.api.openai.messages_api import CountTokensRequest, MessagesRequest
 from router.api.openai.requests import Body, ChatBody
 from router.api.openai.responses_api import ResponsesRequest
 from router.request.validation import ServedModel
@@ -45,6 +45,36 @@ async def test_claude_codes_options_change_no_prompt(run_http: RunHttp) -> None:
             full = await accepted(http, path, **plain | CLAUDE_CODE | more)
             bare = await accepted(http, path, **plain | more)
             assert full.get("usage", full) == bare.get("usage", bare)
+
+
+def system_of_claude_code(number: int, *, in_one: bool) -> Any:
+    """What Claude Code sends as `system` with request `number`: its first text is another one each time."""
+    header = f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={number:05x};"
+    texts = [header, "You are Claude Code.\nBe brief."]
+    return "\n".join(texts) if in_one else [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("in_one", [False, True], ids=["blocks", "a text"])
+def test_each_prompt_of_claude_code_begins_alike(in_one: bool) -> None:
+    """Otherwise no request would find the KV of the one before."""
+    system = {"role": "system", "content": "You are Claude Code.\nBe brief."}
+    for kind, more in ((MessagesRequest, {"max_tokens": 4}), (CountTokensRequest, {})):
+        for number in range(2):
+            body = {"messages": [USER], "system": system_of_claude_code(number, in_one=in_one), **more}
+            assert kind.parse(json.dumps(body).encode()).chat()["messages"] == [system, USER]
+
+
+@pytest.mark.parametrize(
+    ("system", "left"),
+    [
+        ("x-anthropic-billing-header: cch=1;", []),
+        ("See\nx-anthropic-billing-header: cch=1;", ["See\nx-anthropic-billing-header: cch=1;"]),
+        ("x-anthropic-billing-headers", ["x-anthropic-billing-headers"]),
+    ],
+)
+def test_only_the_line_of_the_billing_header_is_left_out(system: str, left: list[str]) -> None:
+    body = MessagesRequest.model_validate({"messages": [USER], "system": system, "max_tokens": 4})
+    assert [one["content"] for one in body.chat()["messages"]] == [*left, USER["content"]]
 
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
