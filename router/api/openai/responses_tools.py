@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from engine.errors import shown
 from router.api.openai.errors import FUNCTION, NAMESPACE, WEB_SEARCH
@@ -18,7 +18,7 @@ from serving.errors import invalid_argument
 
 _TOOL_CHOICE_FORMS = (
     'auto, none, required, {"type": "function", "name": "one of tools"}, '
-    'or {"type": "allowed_tools", "mode": "auto", "tools": [some of tools]}'
+    'or {"type": "allowed_tools", "mode": "auto", "tools": [some of tools, at least one function]}'
 )
 
 
@@ -113,11 +113,21 @@ class ChosenFunctions(StrictModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[ChosenFunction] = Field(min_length=1)
+    tools: list[Annotated[ChosenFunction | WebSearchTool, Discriminator("type")]]
+
+    @model_validator(mode="after")
+    def _check_functions(self) -> Self:
+        if not self._functions:
+            raise ValueError("tools has no function")
+        return self
+
+    @property
+    def _functions(self) -> list[ChosenFunction]:
+        return [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
 
     def in_chat(self) -> dict[str, Any]:
         """The tool choice of a chat."""
-        allowed = {"mode": self.mode, "tools": [tool.in_chat() for tool in self.tools]}
+        allowed = {"mode": self.mode, "tools": [function.in_chat() for function in self._functions]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
 
 

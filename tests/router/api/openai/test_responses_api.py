@@ -161,6 +161,26 @@ async def test_a_text_format_and_a_tool_choice_are_constraints(run_http: RunHttp
         assert response.tool_choice.tools == chosen["tools"]
 
 
+SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+@pytest.mark.parametrize("search", [SEARCH, {"type": "web_search_preview"}], ids=lambda tool: tool["type"])
+async def test_an_allowed_web_search_has_no_effect(run_http: RunHttp, search: dict[str, Any]) -> None:
+    async with run_http(**writing("{}")) as http:
+        function = {"type": "function", "name": "get_weather"}
+        asked: dict[str, Any] = {"tools": [TOOL, {**TOOL, "name": "add"}, search]}
+        allowed = {"type": "allowed_tools", "mode": "auto"}
+        await respond(http, **asked, tool_choice={**allowed, "tools": [function]})
+        alone = sent(http).prompt_token_ids
+        for tools in ([function, search], [search, function]):
+            response = await respond(http, **asked, tool_choice={**allowed, "tools": tools})
+            assert sent(http).prompt_token_ids == alone
+            assert [tool["type"] for tool in response.tool_choice.tools] == [tool["type"] for tool in tools]
+        await respond(http, **asked, tool_choice={**allowed, "mode": "required", "tools": [search, function]})
+        assert "get_weather" in sent(http).sampling.structural_tag
+        assert '"add' not in sent(http).sampling.structural_tag
+
+
 async def test_logprobs_are_those_of_a_texts_tokens(run_http: RunHttp) -> None:
     async with run_http(**writing(TEXT)) as http:
         asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -219,6 +239,16 @@ async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
         ({"text": {"verbosity": "loud"}}, "text.verbosity", "'low', 'medium' or 'high'"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is not in tools"),
         ({"tool_choice": {"type": "function", "name": ""}}, "tool_choice", "is not supported; allowed: auto"),
+        (
+            {"tools": [TOOL, SEARCH], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [SEARCH]}},
+            "tool_choice",
+            "is not supported; allowed: auto",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            "tool_choice",
+            "is not supported; allowed: auto",
+        ),
         ({"input": ["x"]}, "input", "allowed: a text, or a list of items"),
         ({"temperature": 7}, "temperature", "0..2"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
