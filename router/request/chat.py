@@ -28,9 +28,9 @@ from engine.text.reasoning import BEGIN, END, ReasoningParser
 from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
 from protos.tandem.v1 import common_pb2, generation_pb2
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_CALLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _GAPS = ["".join(gap) for length in range(1, 5) for gap in itertools.product(" \n", repeat=length)]
 _GAP: dict[str, Any] = {
@@ -136,7 +136,7 @@ class Tools:
 
 def _tool(tool: generation_pb2.Tool, field: str) -> Tool:
     if not _NAME.fullmatch(tool.name):
-        raise InvalidRequest(f"{field}.name", f"{shown(tool.name)} is not a name", "1..64 of [A-Za-z0-9_.-]")
+        raise InvalidRequest(f"{field}.name", f"{shown(tool.name)} is not a name", "1..128 of [A-Za-z0-9_.-]")
     try:
         parameters = json.loads(tool.parameters) if tool.parameters else {}
     except (ValueError, RecursionError):

@@ -133,7 +133,7 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1..64 of [A-Za-z0-9_.-]; unique in its chat."""
+    """1..128 of [A-Za-z0-9_.-]; unique in its chat."""
     description: _builtins.str
     """What it does, for the model."""
     parameters: _builtins.str
@@ -182,7 +182,7 @@ class Chat(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """What the model may call, at most 128. The answer has its calls in GenerateResponse.delta."""
+        """What the model may call, at most 512. The answer has its calls in GenerateResponse.delta."""
 
     def __init__(
         self,

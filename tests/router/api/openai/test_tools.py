@@ -249,6 +249,19 @@ async def test_a_prompt_has_the_allowed_tools_alone(run_http: RunHttp) -> None:
         assert '"stop_after_first"' in sent(http).sampling.structural_tag
 
 
+async def test_agents_may_send_hundreds_of_tools_with_long_names(run_http: RunHttp) -> None:
+    """As Claude Code does those of MCP servers; Anthropic allows 128 characters."""
+    names = [f"{index:03}".ljust(128, "x") for index in range(512)]
+    call = json.dumps({"name": names[-1], "arguments": {}})
+    writes = Behaviour(writes=f"<tool_call>{call}</tool_call>")
+    async with run_http(prefill=0, decode=[FakeInstance("decode", max_model_len=2**18, behaviour=writes)]) as http:
+        [choice] = (await chat(http, tools=[tool(name=name) for name in names])).choices
+        assert [call.function.name for call in choice.message.tool_calls] == names[-1:]
+        tools = [{"name": name, "input_schema": {"type": "object"}} for name in names]
+        answer = await http.post("/v1/messages", messages=[USER], max_tokens=300, tools=tools)
+        assert [block["name"] for block in answer.json()["content"]] == names[-1:]
+
+
 async def test_a_required_call_that_is_cut_before_its_arguments_is_no_content(run_http: RunHttp) -> None:
     async with run_http(**writing('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')) as http:
         for max_tokens in range(1, 18):
@@ -261,11 +274,12 @@ def called(**call: Any) -> list[dict[str, Any]]:
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [tool(name="a b")]}, "tools[0].name", "'a b' is not a name; allowed: 1..64 of"),
+    ({"tools": [tool(name="a b")]}, "tools[0].name", "'a b' is not a name; allowed: 1..128 of"),
     ({"tools": [tool(), tool()]}, "tools", "two tools have the same name"),
     ({"tools": [tool(parameters={"type": "string"})]}, "tools[0].parameters", "is not the JSON schema of an object"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "should be 'function'"),
-    ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools", "129 tools; allowed: at most 128"),
+    ({"tools": [tool(name="f" * 129)]}, "tools[0].name", "is not a name; allowed: 1..128 of"),
+    ({"tools": [tool(name=f"f{i}") for i in range(513)]}, "tools", "513 tools; allowed: at most 512"),
     ({"tools": [tool(strict=True, parameters={"not": {}})]}, "tools[0].parameters", "at /: not is not supported"),
     ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools[0].parameters", "not is not"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "requires a call, but there are no tools"),
