@@ -12,14 +12,13 @@ Free of torch.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from engine.errors import InvalidRequest, shown, to_install
-from engine.sampling.json_schema import checked_schema
+from engine.sampling.json_schema import checked_schema, json_text
 from engine.sampling.structural_tag import checked_structural_tag
 
 MAX_CONSTRAINT_BYTES = 2**16
@@ -124,7 +123,7 @@ def _structural_tag(text: str) -> Constraint:
 def _part_of_tag(kind: str, source: Any) -> str:
     """The source of a constraint inside a structural tag, checked like that of a whole output."""
     if kind == "json_schema":
-        source = json.dumps(source)
+        source = json_text(source)
     checked = check_constraint({**dict.fromkeys(CONSTRAINTS), "json_object": False, kind: source})
     if checked is None:
         raise InvalidRequest(kind, f"{shown(source)} is not a string")

@@ -8,7 +8,6 @@ there is a tokenizer, `with_bad_word_ids`.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ import msgspec
 
 from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, Constraint, check_constraint
+from engine.sampling.json_schema import json_text
 from engine.vllm_names import SAMPLING_ARGUMENTS, supported
 
 GREEDY_BELOW = 1e-5
@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         for name in ("json_schema", "structural_tag"):
             if isinstance(value := getattr(self, name), dict):
                 with contextlib.suppress(TypeError, ValueError, RecursionError):  # what is no JSON, `validate` rejects
-                    msgspec.structs.force_setattr(self, name, json.dumps(value))
+                    msgspec.structs.force_setattr(self, name, json_text(value))
 
     @property
     def is_greedy(self) -> bool:

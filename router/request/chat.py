@@ -13,14 +13,14 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from engine.errors import InvalidRequest, shown
-from engine.sampling.constraints import CONSTRAINTS, check_constraint
+from engine.sampling.constraints import CONSTRAINTS, MAX_CONSTRAINT_BYTES, check_constraint
+from engine.sampling.json_schema import json_text, without_annotations
 from engine.sampling.params import SamplingParams
 from engine.sampling.structural_tag import CONTROL
 from engine.text.messages import parsed_arguments
@@ -58,9 +58,10 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments, for a constraint."""
+        """Of the arguments, for a constraint: without its texts."""
         decides = {"type", "$ref", "anyOf", "oneOf", "allOf"}
-        return self.parameters if decides & set(self.parameters) else {**_ANY_OBJECT, **self.parameters}
+        plain = without_annotations(self.parameters)
+        return plain if decides & set(plain) else {**_ANY_OBJECT, **plain}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +101,35 @@ class Tools:
         needs_constraint = self.is_required or any(tool.is_strict for tool in self.tools)
         if not needs_constraint and not params.is_constrained:
             return params
-        schemas = [
-            (tool.name, self._schema(tool, index))
-            for index, tool in enumerate(self.tools)
-            if self.required_name in ("", tool.name)
-        ]
-        calls = _calls(self.form, schemas, is_single=self.is_single)
+        tags = self._tags()
+        calls = _calls(self.form, tags, is_single=self.is_single)
         if self.is_required:
             output = calls
         elif params.is_constrained:
             _check_beside_json(params)
             output = {"type": "or", "elements": [_as_format(params), calls]}
         else:
-            output = _text_with_calls(self.form, schemas, is_single=self.is_single)
+            output = _text_with_calls(self.form, tags, is_single=self.is_single)
         return _with_format(params, output)
+
+    def _tags(self) -> list[dict[str, Any]]:
+        """One for each tool that may be called. Raises InvalidRequest."""
+        tags, num_bytes = list[dict[str, Any]](), len(_tag_text(_calls(self.form, [], is_single=self.is_single)))
+        for index, tool in enumerate(self.tools):
+            if self.required_name in ("", tool.name):
+                tags.append(_tag(self.form, tool.name, self._schema(tool, index)))
+                num_bytes += len(f"{json_text(tags[-1])}, ".encode())
+            if num_bytes > MAX_CONSTRAINT_BYTES:
+                problem = f"the constraint of the first {len(tags)} tools has more than {MAX_CONSTRAINT_BYTES} bytes"
+                allowed = "fewer (tool_choice allowed_tools), or tool_choice auto without strict and response_format"
+                raise InvalidRequest("chat.tools", problem, allowed)
+        return tags
 
     def _schema(self, tool: Tool, index: int) -> dict[str, Any]:
         if not (tool.is_strict or self.is_required):
             return _ANY_OBJECT
         try:
-            fields = {**dict.fromkeys(CONSTRAINTS), "json_object": False, "json_schema": json.dumps(tool.schema)}
+            fields = {**dict.fromkeys(CONSTRAINTS), "json_object": False, "json_schema": json_text(tool.schema)}
             check_constraint(fields)
         except InvalidRequest as error:
             name = f"chat.tools[{index}].parameters"
@@ -160,7 +170,6 @@ def _check_choice(chat: generation_pb2.Chat, names: list[str]) -> None:
 # Constraints: structural tags (engine/sampling/structural_tag.py)
 
 
-_Schemas = Sequence[tuple[str, dict[str, Any]]]
 _WRITTEN = {
     HERMES: ('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"),
     LLAMA3_JSON: ('{"name": "%s", "parameters": ', "}", "; "),
@@ -169,23 +178,16 @@ _WRITTEN = {
 """What a constrained call has before and after its arguments, and between two calls."""
 
 
-def _tags(form: ToolFormat, schemas: _Schemas) -> list[dict[str, Any]]:
+def _tag(form: ToolFormat, name: str, schema: dict[str, Any]) -> dict[str, Any]:
     begin, end, _ = _WRITTEN[form]
-    return [
-        {
-            "type": "tag",
-            "begin": begin % name,
-            "content": {"type": "json_schema", "json_schema": schema},
-            "end": end,
-        }
-        for name, schema in schemas
-    ]
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin % name, "content": content, "end": end}
 
 
-def _calls(form: ToolFormat, schemas: _Schemas, *, is_single: bool) -> dict[str, Any]:
+def _calls(form: ToolFormat, tags: list[dict[str, Any]], *, is_single: bool) -> dict[str, Any]:
     calls = {
         "type": "tags_with_separator",
-        "tags": _tags(form, schemas),
+        "tags": tags,
         "separator": _WRITTEN[form][2],
         "at_least_one": True,
         "stop_after_first": is_single,
@@ -196,20 +198,22 @@ def _calls(form: ToolFormat, schemas: _Schemas, *, is_single: bool) -> dict[str,
     return {"type": "sequence", "elements": [brackets[0], calls, brackets[1]]}
 
 
-def _text_with_calls(form: ToolFormat, schemas: _Schemas, *, is_single: bool) -> dict[str, Any]:
+def _text_with_calls(form: ToolFormat, tags: list[dict[str, Any]], *, is_single: bool) -> dict[str, Any]:
     if form.has_special_mark:
         problem = f"strict is not supported for calls in the format {form.name} that the model may make"
         raise InvalidRequest("chat.tools", problem, "strict=false, or tool_choice required or named")
     trigger = form.mark or _WRITTEN[form][0].partition("%s")[0]
-    tags = _tags(form, schemas)
     return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": is_single}
 
 
 def _with_format(params: SamplingParams, form: dict[str, Any]) -> SamplingParams:
     """`params` with this constraint and no other."""
-    tag = json.dumps({"type": "structural_tag", "format": form})
     unset = {**dict.fromkeys(CONSTRAINTS), "json_object": False}
-    return msgspec.structs.replace(params, **{**unset, "structural_tag": tag})
+    return msgspec.structs.replace(params, **{**unset, "structural_tag": _tag_text(form)})
+
+
+def _tag_text(form: dict[str, Any]) -> str:
+    return json_text({"type": "structural_tag", "format": form})
 
 
 def _check_beside_json(params: SamplingParams) -> None:
@@ -221,13 +225,13 @@ def _check_beside_json(params: SamplingParams) -> None:
 
 
 def _as_format(params: SamplingParams) -> dict[str, Any]:
-    """The constraint of `params` as part of a structural tag, as the client wrote it: the tag is checked, too. Raises
-    InvalidRequest."""
+    """The constraint of `params` as part of a structural tag, not yet translated for xgrammar: the tag is checked, too.
+    Raises InvalidRequest."""
     constraint = params.constraint
     assert constraint is not None
     if constraint.kind == "json_schema":
         schema = _ANY_OBJECT if params.json_schema is None else json.loads(str(params.json_schema))
-        return {"type": "json_schema", "json_schema": schema}
+        return {"type": "json_schema", "json_schema": without_annotations(schema)}
     if constraint.kind == "structural_tag":
         other: dict[str, Any] = json.loads(str(params.structural_tag))["format"]
         return other

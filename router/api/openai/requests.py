@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import re
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -19,6 +18,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from engine.errors import shown
+from engine.sampling.json_schema import json_text
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.chat_messages import Message, NamedTool, Tool
 from router.api.openai.errors import invalid_body
@@ -267,7 +267,7 @@ _GUIDED = {
 
 def _constraint_on_wire(value: Any) -> Any:
     if isinstance(value, dict):
-        return json.dumps(value)
+        return json_text(value)
     return common_pb2.Texts(texts=value) if isinstance(value, list) else value
 
 

@@ -73,6 +73,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"json_schema": json.dumps(SCHEMA)},
     ),
     ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": json.dumps(SCHEMA)}),
+    ({"structured_outputs": {"json": {"const": "漢"}}}, {"json_schema": '{"const": "漢"}'}),
     ({"structured_outputs": {"json": "{}"}}, {"json_schema": "{}"}),
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
     ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),

@@ -1,0 +1,83 @@
+"""What a schema may lose before it becomes a constraint, and its text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sampling.json_schema import MAX_DEPTH, json_text, without_annotations
+from tests.engine.sampling.schemas import STRING, check, suite_schemas
+
+TEXTS = {"title": "T", "description": "D", "default": {"title": 1}, "examples": [{"description": 2}]}
+
+
+def test_annotations_are_left_out_wherever_schemas_are() -> None:
+    plain = {
+        "type": "object",
+        "properties": {"a": STRING, "b": {"type": "array", "items": STRING, "prefixItems": [STRING]}},
+        "additionalProperties": {"anyOf": [STRING, {"allOf": [{"oneOf": [STRING]}]}]},
+        "$defs": {"c": STRING},
+        "definitions": {"d": STRING},
+    }
+
+    def annotated(schema: Any, *, is_schema: bool = True) -> Any:
+        """Only the members of these three are no schemas themselves."""
+        if not isinstance(schema, dict):
+            return [annotated(one) for one in schema] if isinstance(schema, list) else schema
+        names = ("properties", "$defs", "definitions")
+        inner = {name: annotated(value, is_schema=not is_schema or name not in names) for name, value in schema.items()}
+        return {**inner, **TEXTS} if is_schema else inner
+
+    assert annotated(plain)["properties"]["a"] == {**STRING, **TEXTS}
+    assert without_annotations(annotated(plain)) == plain
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": dict.fromkeys(TEXTS, STRING), "required": ["title"]},
+        {"$defs": dict.fromkeys(TEXTS, STRING), "$ref": "#/$defs/default"},
+        {"const": TEXTS},
+        {"enum": [TEXTS, [TEXTS], "title"]},
+        {"$ref": "#/kept/description", "kept": {"description": STRING}},
+        {"properties": 5, "items": True, "anyOf": TEXTS, "$defs": [TEXTS]},
+        True,
+        5,
+    ],
+)
+def test_names_and_values_stay(schema: Any) -> None:
+    assert without_annotations(schema) == schema
+
+
+def test_a_schema_of_any_depth_is_read() -> None:
+    schema: dict[str, Any] = STRING
+    for _ in range(100 * MAX_DEPTH):
+        schema = {"items": schema, "title": "T"}
+    assert "title" not in without_annotations(schema)
+
+
+def test_the_same_values_satisfy_a_schema_without_its_annotations() -> None:
+    num_annotated = 0
+    for _, schema, values in suite_schemas():
+        plain = without_annotations(schema)
+        check(json_schema=json.dumps(plain))  # supported as before
+        judges = [jsonschema.Draft202012Validator(one) for one in (schema, plain)]
+        before, after = ([judge.is_valid(value) for value, _ in values] for judge in judges)
+        assert before == after
+        num_annotated += plain != schema
+    assert num_annotated > 0
+
+
+@given(st.recursive(st.text(max_size=4), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=2), inner)))
+def test_a_text_of_json_is_valid_unicode_and_means_the_same(value: Any) -> None:
+    assert json.loads(json_text(value).encode()) == value
+
+
+def test_a_text_of_json_has_escapes_only_where_it_needs_them() -> None:
+    assert json_text({"名": "漢字"}) == '{"名": "漢字"}'
+    assert json_text({"名": "\ud83c"}) == r'{"\u540d": "\ud83c"}'
