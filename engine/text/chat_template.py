@@ -2,15 +2,17 @@
 
 Rendered in jinja2's immutable sandbox with what templates of the Hugging Face hub use: `raise_exception`,
 `strftime_now`, a `tojson` that leaves HTML characters alone, `break` and `continue`, and `{% generation %}`, which has
-no effect.
+no effect. For a template that rejects messages of several calls, as Llama 3's does, these become messages of one.
 Templates come with the model and are trusted to terminate; messages and variables are not trusted.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -26,6 +28,8 @@ Messages = Sequence[Mapping[str, Any]]
 """In OpenAI's form: role, content (a string or a list of parts), tool_calls…"""
 Tools = Sequence[Mapping[str, Any]]
 
+_SINGLE_CALLS = "only supports single tool-calls at once"
+"""In the error of a template that rejects a message of several calls."""
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
@@ -55,6 +59,8 @@ class ChatTemplate:
             self._template, self._tool_template = map(environment.from_string, (self.source, self.tool_source))
         except jinja2.TemplateError as error:
             raise UnsupportedModel(f"the chat template does not compile: {shown(str(error))}") from error
+        self.single_calls = _SINGLE_CALLS in self.tool_source
+        """Whether a model with tools calls one at a time."""
         self._special_tokens = dict(special_tokens)
         self.reserved_names = frozenset(
             {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
@@ -75,9 +81,10 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("messages", "the list is empty", "at least one message")
         self._check(variables or {})
-        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
-        template = self._tool_template if tools else self._template
+        template, source = (self._tool_template, self.tool_source) if tools else (self._template, self.source)
         try:
+            messages = _with_single_calls(messages) if _SINGLE_CALLS in source else messages
+            fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
             return template.render({**(variables or {}), **self._special_tokens, **fixed})
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
@@ -93,6 +100,35 @@ class ChatTemplate:
                     f"{shown(name)} is {problem}",
                     f"1..64 of [A-Za-z0-9_], a letter first, and none of {', '.join(sorted(self.reserved_names))}",
                 )
+
+
+def _with_single_calls(messages: Messages) -> Messages:
+    """Each message of several calls as one for each of them, with its result behind it."""
+    single, at = list[Mapping[str, Any]](), 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | tuple) or len(calls) < 2:
+            single.append(message)
+            continue
+        end = next((i for i in range(at, len(messages)) if messages[i].get("role") != "tool"), len(messages))
+        single += _pairs(message, calls, messages[at:end])
+        at = end
+    return single
+
+
+def _pairs(message: Mapping[str, Any], calls: Sequence[Any], results: Messages) -> Iterator[Mapping[str, Any]]:
+    """Text and reasoning stay with the first call; results of no call come last."""
+    waiting = defaultdict[str, deque[Mapping[str, Any]]](deque)
+    for result in results:
+        waiting[str(result.get("tool_call_id"))].append(result)
+    for call in calls:
+        yield {**message, "tool_calls": [call]}
+        message = {"role": message["role"], "content": ""}
+        answers = waiting[str(call.get("id") if isinstance(call, Mapping) else None)]
+        if answers:
+            yield answers.popleft()
+    yield from itertools.chain.from_iterable(waiting.values())
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -77,8 +77,9 @@ class Tools:
     is_single: bool
 
     @classmethod
-    def of(cls, chat: generation_pb2.Chat, form: ToolFormat | None) -> Tools | None:
-        """None if the chat has none, or none that may be called. Raises InvalidRequest."""
+    def of(cls, chat: generation_pb2.Chat, form: ToolFormat | None, *, single_calls: bool = False) -> Tools | None:
+        """None if the chat has none, or none that may be called. `single_calls`: the model calls one at a time. Raises
+        InvalidRequest."""
         if len(chat.tools) > MAX_TOOLS:
             raise InvalidRequest("chat.tools", f"{len(chat.tools)} tools", f"at most {MAX_TOOLS}")
         tools = tuple(_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools))
@@ -93,7 +94,8 @@ class Tools:
             raise InvalidRequest("chat.tools", problem, "no tools; or the router's setting router.tool_call_parser")
         is_named = bool(chat.required_tool)
         is_required = is_named or chat.tool_choice == generation_pb2.TOOL_CHOICE_REQUIRED
-        return cls(tools, form, is_required, chat.required_tool, chat.single_tool_call or is_named)
+        is_single = chat.single_tool_call or is_named or single_calls
+        return cls(tools, form, is_required, chat.required_tool, is_single)
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """`params` with the constraint that the tools require. Raises InvalidRequest."""

@@ -70,6 +70,11 @@ class ServedModel:
         thinks = any(END in source for source in sources) if reasoning_parser == "auto" else reasoning_parser == "think"
         return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)
 
+    def tools_of(self, chat: generation_pb2.Chat) -> Tools | None:
+        """None if the chat has none, or none that may be called. Raises InvalidRequest."""
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        return Tools.of(chat, self.tool_format, single_calls=template is not None and template.single_calls)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -129,7 +134,7 @@ async def validated(
         limits = replace(limits, max_model_len=limits.longest)
     with service_errors():
         _check_extras(request)
-        tools = Tools.of(request.chat, model.tool_format)
+        tools = model.tools_of(request.chat)
         prompt = await prompt_ids(request, model, limits, tools=tools)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)

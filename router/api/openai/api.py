@@ -49,7 +49,6 @@ from router.api.openai.strict_model import StrictModel
 from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler, Siblings
-from router.request.chat import Tools
 from router.request.validation import check_model, prompt_ids, service_errors, unknown_model
 from serving.errors import Unavailable
 
@@ -147,7 +146,7 @@ class OpenAIApi:
             limits = self.service.limits()
             check_model(body.model, self.model)
             with service_errors():
-                tools = Tools.of(request.chat, self.model.tool_format)
+                tools = self.model.tools_of(request.chat)
                 ids = await prompt_ids(request, self.model, limits, tools=tools)
             await exchange.send_json({"input_tokens": len(ids)})
 
@@ -161,7 +160,7 @@ class OpenAIApi:
             limits = self.service.limits()
             check_model(body.model, self.model)
             with service_errors():
-                tools = Tools.of(request.chat, self.model.tool_format)
+                tools = self.model.tools_of(request.chat)
                 ids = await prompt_ids(
                     request, self.model, limits, add_special_tokens=body.add_special_tokens, tools=tools
                 )
