@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
 
 MESSAGE_PARTS = ("text", "refusal")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -47,9 +49,19 @@ def rename_for_templates(members: dict[str, Any]) -> None:
 def parsed_arguments(arguments: str) -> Any:
     """A call's arguments; the text itself if it is no JSON: what the model has written, and its client returns."""
     try:
-        return json.loads(arguments or "{}")
+        return loads_unicode(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
+
+
+def loads_unicode(text: str) -> Any:
+    """The value of a JSON text, with U+FFFD for each half of a surrogate pair, which JSON can escape and UTF-8 cannot
+    express. Raises as `json.loads`."""
+    value = json.loads(text)
+    if "\\u" not in text:
+        return value
+    plain = json.dumps(value, ensure_ascii=False)
+    return json.loads(_SURROGATE.sub("\ufffd", plain)) if _SURROGATE.search(plain) else value
 
 
 def _template_message(message: Any, field: str, names: dict[str, Any]) -> dict[str, Any]:

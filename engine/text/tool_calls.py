@@ -327,9 +327,16 @@ def _call_in(text: str) -> tuple[str, str] | None:
         call: Any = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
+    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+        return None
+    if not name or name != _utf8(name):
         return None
     arguments = call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str):
-        return name, arguments
-    return name, json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    return name, _utf8(arguments)
+
+
+def _utf8(text: str) -> str:
+    """`text` with each half of a surrogate pair as JSON escapes it: UTF-8 cannot express it."""
+    return text.encode(errors="backslashreplace").decode()

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import shown
+from engine.text.messages import loads_unicode
 from protos.tandem.v1 import common_pb2
 from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
@@ -326,7 +327,7 @@ def _content(block: Block) -> dict[str, Any]:
 def _input(arguments: str) -> dict[str, Any]:
     """Arguments that are no JSON object, as those that max_tokens has cut, are wrapped as Anthropic advises."""
     try:
-        parsed = json.loads(arguments or "{}")
+        parsed = loads_unicode(arguments or "{}")
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
