@@ -32,6 +32,7 @@ from engine.text.chat_template import Tools
 from engine.text.detokenizer import OutputProcessor
 from engine.text.messages import template_messages
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import tool_format_of
 from engine.vllm_names import engine_fields
 
 _log = logging.getLogger(__name__)
@@ -167,7 +168,9 @@ class LLM:
             raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
         given = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        conversations = [template_messages(one) for one in given]
+        template = tokenizer.chat_template
+        form = tool_format_of(template.tool_source) if template is not None else None
+        conversations = [template_messages(one, form) for one in given]
         variables = chat_template_kwargs or {}
         try:
             token_ids = [tokenizer.encode_chat(one, tools=tools, template_variables=variables) for one in conversations]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
+from engine.text.tool_calls import MISTRAL, ToolFormat
 
 MESSAGE_PARTS = ("text", "refusal")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of one chat, without the members that are None. Raises InvalidRequest."""
+def template_messages(messages: Sequence[Any], form: ToolFormat | None = None) -> list[dict[str, Any]]:
+    """The messages of one chat, without the members that are None; `form`: of the model's calls. Raises
+    InvalidRequest."""
     names: dict[str, Any] = {}
-    return [_template_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+    return [_template_message(message, f"messages[{index}]", form, names) for index, message in enumerate(messages)]
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
@@ -64,7 +69,18 @@ def loads_unicode(text: str) -> Any:
     return json.loads(_SURROGATE.sub("\ufffd", plain)) if _SURROGATE.search(plain) else value
 
 
-def _template_message(message: Any, field: str, names: dict[str, Any]) -> dict[str, Any]:
+def template_id(call_id: str, form: ToolFormat | None) -> str:
+    """Mistral's templates reject all but nine letters and digits."""
+    return short_id(call_id) if form is MISTRAL and not _SHORT_ID.fullmatch(call_id) else call_id
+
+
+def short_id(source: str) -> str:
+    """Nine letters and digits, a function of `source`."""
+    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big")
+    return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
+
+
+def _template_message(message: Any, field: str, form: ToolFormat | None, names: dict[str, Any]) -> dict[str, Any]:
     """`names`: the tools of earlier calls by their ids."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(field, f"{shown(message)} is not a message", '{"role": …, "content": …}')
@@ -74,21 +90,27 @@ def _template_message(message: Any, field: str, names: dict[str, Any]) -> dict[s
     if not isinstance(content, str):
         raise InvalidRequest(field, f"content {shown(content)} is not a string", "a string, or a list of parts")
     if isinstance(calls := members.get("tool_calls"), list | tuple):
-        members["tool_calls"] = [_template_call(call, names) for call in calls]
+        members["tool_calls"] = [_template_call(call, form, names) for call in calls]
         if not calls:
             del members["tool_calls"]
-    given = members.pop("name", None)
-    if members.get("role") == "tool" and (name := given or names.get(str(members.get("tool_call_id")))):
+    given, call_id = members.pop("name", None), members.get("tool_call_id")
+    if members.get("role") == "tool" and (name := given or names.get(str(call_id))):
         members["name"] = name
+    if isinstance(call_id, str):
+        members["tool_call_id"] = template_id(call_id, form)
     return members
 
 
-def _template_call(call: Any, names: dict[str, Any]) -> Any:
+def _template_call(call: Any, form: ToolFormat | None, names: dict[str, Any]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    names[str(call.get("id"))] = function.get("name")
     arguments = function.get("arguments") or ""
     if isinstance(arguments, str):
         arguments = parsed_arguments(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    made = {**call, "function": {**function, "arguments": arguments}}
+    if (call_id := call.get("id")) not in (None, ""):
+        names[str(call_id)] = function.get("name")
+    if isinstance(call_id, str):
+        made["id"] = template_id(call_id, form)
+    return made

@@ -9,7 +9,6 @@ What a model thinks comes before its answer, so a constraint of the answer begin
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
@@ -23,7 +22,7 @@ from engine.sampling.constraints import CONSTRAINTS, MAX_CONSTRAINT_BYTES, check
 from engine.sampling.json_schema import json_text, without_annotations
 from engine.sampling.params import SamplingParams
 from engine.sampling.structural_tag import CONTROL
-from engine.text.messages import parsed_arguments
+from engine.text.messages import parsed_arguments, short_id, template_id
 from engine.text.reasoning import BEGIN, END, ReasoningParser
 from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
 from protos.tandem.v1 import common_pb2, generation_pb2
@@ -38,8 +37,6 @@ _GAP: dict[str, Any] = {
     "content": {"type": "or", "elements": [{"type": "const_string", "value": gap} for gap in _GAPS]},
 }
 """Between the reasoning and a constrained answer. Beside a regular expression the masks of JSON would be slow."""
-_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
-_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +292,7 @@ class ChatDeltas:
         message = generation_pb2.ChatDelta(content=delta.content, reasoning=delta.reasoning)
         for call in delta.tool_calls:
             # The request's own id is unguessable, and the same for all attempts.
-            call_id = _short_id(f"{self._request_id}/{chunk.choice}/{call.index}") if call.name else ""
+            call_id = short_id(f"{self._request_id}/{chunk.choice}/{call.index}") if call.name else ""
             message.tool_calls.add(index=call.index, id=call_id, name=call.name, arguments=call.arguments)
         return message
 
@@ -326,26 +323,15 @@ def _message(
             raise InvalidRequest(f"{field}.tool_calls", f"in a message of {shown(message.role)}", "role assistant")
         if len(message.tool_calls) > MAX_CALLS:
             raise InvalidRequest(f"{field}.tool_calls", f"{len(message.tool_calls)} calls", f"at most {MAX_CALLS}")
-        names.update({call.id: call.name for call in message.tool_calls})
+        names.update({call.id: call.name for call in message.tool_calls if call.id})
         rendered["tool_calls"] = [_call(call, form) for call in message.tool_calls]
     if message.role == "tool":
         if name := message.name or names.get(message.tool_call_id):
             rendered["name"] = name
-        rendered["tool_call_id"] = _template_id(message.tool_call_id, form)
+        rendered["tool_call_id"] = template_id(message.tool_call_id, form)
     return rendered
 
 
 def _call(call: generation_pb2.ToolCall, form: ToolFormat | None) -> dict[str, Any]:
     function = {"name": call.name, "arguments": parsed_arguments(call.arguments)}
-    return {"id": _template_id(call.id, form), "type": "function", "function": function}
-
-
-def _template_id(call_id: str, form: ToolFormat | None) -> str:
-    """Mistral's templates reject all but nine letters and digits."""
-    return _short_id(call_id) if form is MISTRAL and not _SHORT_ID.fullmatch(call_id) else call_id
-
-
-def _short_id(source: str) -> str:
-    """Nine letters and digits, a function of `source`."""
-    number = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "big")
-    return "".join(_DIGITS[number // len(_DIGITS) ** place % len(_DIGITS)] for place in range(9))
+    return {"id": template_id(call.id, form), "type": "function", "function": function}

@@ -15,6 +15,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import CapacityError, EngineError, InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import tool_format_of
 from protos.tandem.v1 import generation_pb2
 from router.api.openai.chat_messages import Message
 from router.request.chat import template_messages
@@ -76,6 +77,33 @@ def test_a_conversation_in_openais_form_is_the_prompt_that_it_is_when_served(dem
     )
     assert one.prompt_token_ids == renderer.encode_chat(served)
     assert before == CALLED, "the caller's messages have changed"
+
+
+MISTRAL_TEMPLATE = (
+    "{% for one in messages %}{% for call in one.tool_calls %}[TOOL_CALLS]"
+    "{% if call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}{{ call.id }}"
+    "{% endfor %}{{ one.tool_call_id }} {% endfor %}"
+)
+
+
+def test_a_mistral_template_gets_ids_of_its_form_as_when_served(demo: LLM) -> None:
+    call = {**CALLS[0], "id": "call_abc123"}
+    called = [QUESTION[0], {"role": "assistant", "tool_calls": [call]}]
+    called += [{"role": "tool", "tool_call_id": "call_abc123", "content": "3"}]
+    body = [Message.model_validate(one).on_wire() for one in called]
+    chat = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**one) for one in body])
+    [one] = demo.chat(called, GREEDY, use_tqdm=False, chat_template=MISTRAL_TEMPLATE)
+    renderer = demo.get_tokenizer().with_chat_template(MISTRAL_TEMPLATE)
+    assert one.prompt == renderer.render_chat(template_messages(chat, tool_format_of(MISTRAL_TEMPLATE)))
+
+
+def test_a_result_without_an_id_has_the_name_of_no_call(demo: LLM) -> None:
+    functions = [{"name": name, "arguments": {}} for name in ("add", "sub")]
+    called = [*QUESTION, {"role": "assistant", "tool_calls": [{"function": one} for one in functions]}]
+    called += [{"role": "tool", "content": "3"}, {"role": "tool", "name": "sub", "content": "4"}]
+    [one] = demo.chat(called, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    assert one.prompt is not None
+    assert one.prompt.endswith("with calls add {}sub {}; tool: 3; tool: 4sub; ")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.request.chat import template_messages
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -180,6 +181,13 @@ async def test_the_template_gets_tools_calls_and_results(run_http: RunHttp, mode
         assert '<tool_call>{"name": "add", "arguments": {"a": "<eos>"}}</tool_call><eos>' in prompt
         assert "<turn>tool: 5 (add)<eos>" in prompt, "a result has the name of its tool"
         assert "<turn>tools" not in await prompt_of(http, model, tool_choice="none")
+
+
+def test_a_result_without_an_id_has_the_name_of_no_call() -> None:
+    chat = generation_pb2.Chat()
+    chat.messages.add(role="assistant").tool_calls.add(name="add", arguments="{}")
+    chat.messages.add(role="tool", content="5")
+    assert "name" not in template_messages(chat, None)[1]
 
 
 def call_of(name: str, schema: dict[str, Any]) -> dict[str, Any]:
