@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     include_stop_str_in_output: bool = False
     """Include the stop string (or the stop token's text) that ended the output."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Leave special tokens out of the text, but for the marks of reasoning and of Hermes' tool calls."""
     detokenize: bool = True
     """False: token ids only, without text and stop strings."""
     presence_penalty: float = 0.0

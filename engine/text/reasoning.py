@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.text.tool_calls import ChatDelta, ChatParser, overlap
+from engine.text.tool_calls import HERMES, ChatDelta, ChatParser, overlap
 
 BEGIN, END = "<think>", "</think>"
+CHAT_MARKS = frozenset({BEGIN, END, HERMES.mark, HERMES.end})
+"""Text in every output, and allowed by constraints, also where a tokenizer lists them as special tokens."""
 
 
 class ReasoningParser:

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import tokenizers
 
+from engine.text.reasoning import CHAT_MARKS
+
 Kind = Literal["byte_level", "byte_fallback"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -88,6 +90,7 @@ class Vocabulary(NamedTuple):
     tokens: list[bytes]
     """By id; empty for an id without a token."""
     special_ids: frozenset[int]
+    """Without those of CHAT_MARKS."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -125,7 +128,8 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary | None:
     for token, token_id in (*ids, *((added.content, added.id) for added in spec.added_tokens)):
         if 0 <= token_id < size:
             tokens[token_id] = _bytes_of(token, found[0])
-    return Vocabulary(tokens, frozenset(added.id for added in spec.added_tokens if added.special and added.content))
+    special = [added for added in spec.added_tokens if added.special and added.content]
+    return Vocabulary(tokens, frozenset(added.id for added in special if added.content not in CHAT_MARKS))
 
 
 class TokenBytes:

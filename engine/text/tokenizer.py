@@ -27,6 +27,7 @@ import tokenizers
 
 from engine.errors import InvalidCheckpoint, InvalidRequest, NotSupported, UnsupportedModel
 from engine.text.chat_template import ChatTemplate, Messages, Tools
+from engine.text.reasoning import CHAT_MARKS
 from engine.text.token_bytes import TokenBytes
 
 _NOT_RENAMED = "the tokenizer's special tokens cannot be renamed, as chat messages require"
@@ -50,7 +51,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._config = config
         self._special = {t["content"]: int(t["id"]) for t in spec["added_tokens"] if t["special"] and t["content"]}
-        self.special_ids = frozenset(self._special.values())
+        self.special_ids = frozenset(i for token, i in self._special.items() if token not in CHAT_MARKS)
         """Ids that `skip_special_tokens` omits."""
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """Largest id plus one, added tokens included; a model's output may be padded beyond it."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.reasoning import ReasoningParser
+from engine.sampling.params import SamplingParams
+from engine.text.detokenizer import OutputProcessor
+from engine.text.reasoning import CHAT_MARKS, ReasoningParser
+from engine.text.token_bytes import read_vocabulary
+from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import HERMES, ToolCallParser
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 
@@ -55,3 +61,30 @@ def test_reasoning_does_not_depend_on_how_the_text_is_divided(text: str, cuts: l
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
     assert parsed(pieces, is_open=is_open) == parsed([text], is_open=is_open)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose tokenizer lists the marks as special tokens."""
+    backend = byte_level_backend()
+    backend.add_special_tokens(sorted(CHAT_MARKS))
+    return write_folder(tmp_path_factory.mktemp("special"), backend, BYTE_LEVEL_CONFIG)
+
+
+def test_marks_that_are_special_tokens_are_text_and_others_are_not(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = tokenizer.encode(f"<think>Hm.</think>Well:<|im_start|>{CALL}<|im_end|>")
+    assert {tokenizer.token_id(mark) for mark in CHAT_MARKS} < set(ids)
+    processor = OutputProcessor(tokenizer, SamplingParams(max_tokens=None, ignore_eos=True))
+    pieces = [processor.push([token_id]).text for token_id in ids]
+    assert parsed([*pieces, ""], is_open=False) == ("Hm.", "Well:", 1)
+    assert "".join(pieces) == tokenizer.decode(ids) == f"<think>Hm.</think>Well:{CALL}"
+
+
+def test_a_constraint_allows_marks_that_are_special_tokens(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    vocabulary = read_vocabulary(folder, tokenizer.vocab_size)
+    assert vocabulary is not None
+    assert vocabulary.special_ids == tokenizer.special_ids
+    others = {tokenizer.token_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")}
+    assert vocabulary.special_ids == others
