@@ -8,13 +8,17 @@ An item of reasoning, a message or a function call is one block of the answer (b
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field
 
 from engine.errors import shown
+from engine.text.reasoning import END
+from engine.text.tool_calls import HERMES
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
@@ -192,26 +196,41 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         super().__init__(exchange, body, model)
         self._texts = texts
         self._tool_names = {name.in_chat(): name for tool in body.tools for name in tool.names()}
+        self._pending: list[dict[str, Any]] = []
+        """Log-probabilities of tokens that may be of a text that has not come yet."""
         self._logprobs: list[dict[str, Any]] = []
-        """Of the tokens since the last part of a block; those of the part while it is sent."""
+        """Of the part of a text that is sent."""
         self._id = f"resp_{exchange.request_id}"
         self._created = int(time.time())
         self._num_thinking = 0
+        self._behind_thought = ""
+        """The text since the last reasoning, up to the mark that ends it."""
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         await super().add(prompt_index, call, message)
-        if self._blocks and self._blocks[-1].kind == "reasoning":
-            self._num_thinking = self._num_tokens
+        if message.delta.reasoning:
+            self._behind_thought = ""
+        elif not self._num_thinking or END in self._behind_thought:
+            return
+        self._behind_thought += message.tokens.text
+        self._num_thinking = self._num_tokens
 
     def _added(self, message: generation_pb2.GenerateResponse) -> Iterator[tuple[Block, str]]:
+        new: list[dict[str, Any]] = []
         if self._body.has_logprobs:
             positions = candidates_of(message.tokens.logprobs)
-            self._logprobs += chat_logprobs(self._texts, positions, self._body.top_logprobs or 0)["content"]
+            new = chat_logprobs(self._texts, positions, self._body.top_logprobs or 0)["content"]
+        self._pending += new
         for block, added in super()._added(message):
             if block.kind == "text":
+                own = slice(None)
+                if self._pending and message.HasField("delta"):
+                    own = _own(self._pending, added, is_first=block.text == added)
+                self._logprobs, self._pending = self._pending[own], self._pending[own.stop or len(self._pending) :]
                 block.logprobs += self._logprobs
+            else:  # a text behind it begins with a token of this message at the earliest
+                self._pending = self._pending[max(0, len(self._pending) - len(new)) :]
             yield block, added
-            self._logprobs = []
 
     async def finish(self, headers: Mapping[str, str]) -> None:
         status = _STATUSES[self._finish.reason]
@@ -330,6 +349,25 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         }
 
 
+def _own(entries: Sequence[Mapping[str, Any]], text: str, *, is_first: bool) -> slice:
+    """Which tokens are those of `text`, the next part of a text; one that is of it in part is its own. Before the first
+    part are marks, reasoning and calls, behind each part what is held back."""
+    data, part = list(map(_data, entries)), text.encode()
+    whole, ends = b"".join(data), list(accumulate(map(len, data)))
+    begin = whole.find(part, max(whole.rfind(mark) + len(mark) if mark in whole else 0 for mark in _MARKS))
+    end = begin + len(part)
+    if begin < 0:  # the texts of single tokens are not always those of the output
+        begin, end = len(whole) - len(part), len(whole)
+    return slice(bisect_right(ends, begin) if is_first and begin > 0 else 0, bisect_left(ends, end) + 1)
+
+
+def _data(entry: Mapping[str, Any]) -> bytes:
+    """A token's bytes, or those of its text where the vocabulary has none."""
+    return entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"])
+
+
+_MARKS = (END.encode(), HERMES.end.encode())
+"""Behind which a text begins."""
 _STATUSES = {
     common_pb2.FINISH_REASON_STOP: "completed",
     common_pb2.FINISH_REASON_LENGTH: "incomplete",
