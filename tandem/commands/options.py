@@ -6,10 +6,10 @@ import errno
 import math
 import os
 import signal
-import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -137,15 +137,21 @@ def end_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([] if ignores_hangup else [signal.SIGHUP])]
 
 
-def leave_terminal() -> None:
-    """After a SIGHUP: drops what is printed to a terminal that is gone, where it would fail, and ignores a further
-    SIGHUP, as the end of the shell sends."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for descriptor in (1, 2):
-        with suppress(OSError):  # it is closed
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                with open(os.devnull, "wb") as nothing:
-                    os.dup2(nothing.fileno(), descriptor)
+def echo_or_drop(text: str, *, err: bool = False) -> str:
+    """Prints as click.echo does. Returns why that failed, or "". A stream that cannot be written, as without its
+    terminal or the reader of its pipe, drops what is printed from then on."""
+    problem = ""
+    try:
+        click.echo(text, err=err)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it is closed
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
+    return problem
 
 
 @contextmanager
@@ -156,8 +162,6 @@ def interruptible() -> Iterator[None]:
     def on_signal(signum: int, frame: FrameType | None) -> None:
         for number in before:
             signal.signal(number, signal.SIG_IGN)
-        if signum == signal.SIGHUP:
-            leave_terminal()
         raise KeyboardInterrupt
 
     before = {}
@@ -166,7 +170,7 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("\nstopped; all files, keys and processes are removed", err=True)
+        echo_or_drop("\nstopped; all files, keys and processes are removed", err=True)
         raise SystemExit(INTERRUPTED) from None
     finally:
         for number, handler in before.items():

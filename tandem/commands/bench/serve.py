@@ -23,10 +23,10 @@ from tandem.commands.options import (
     OutputFile,
     OutputFolder,
     credential_options,
+    echo_or_drop,
     end_signals,
     given_credentials,
     given_options,
-    leave_terminal,
     option_group,
     write_errors,
 )
@@ -288,7 +288,8 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
     served = await endpoint.served_model()
     workload = make_workload(options, served)
     results = Results(endpoint.name, served.model, {**options.as_settings(), "workload": str(workload)})
-    display, stop = LoadDisplay(sweep.objectives), _stop_on_signals(results)
+    stop = _stop_on_signals(results)
+    display = LoadDisplay(sweep.objectives, results, stop)
     click.echo(f"{endpoint.name}, model {served.model}; {workload}; seed {options.seed}\n")
     try:
         results.points = await run_sweep(
@@ -302,12 +303,12 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
         display.close()
     results.counting = endpoint.counting
     if len(results.points) > 1:
-        click.echo("\n".join(sweep_table(results.points)))
+        display.show(sweep_table(results.points))
     if results.points:
-        click.echo("\n".join([f"output tokens are counted {results.counting}", *late_warning(results.points)]))
+        display.show([f"output tokens are counted {results.counting}", *late_warning(results.points)])
     if results.stopped_by:
         measured = "figures until then" if results.points else "nothing was measured"
-        click.echo(f"PARTIAL, stopped: {results.stopped_by}; {measured}")
+        echo_or_drop(f"PARTIAL, stopped: {results.stopped_by}; {measured}")
     return results
 
 
@@ -322,7 +323,7 @@ def _stop_on_signals(results: Results) -> asyncio.Event:
         for number in numbers:
             loop.remove_signal_handler(number)
         if name == _STOPPED_BY[signal.SIGHUP]:
-            leave_terminal()
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     for number in numbers:
         loop.add_signal_handler(number, on_signal, _STOPPED_BY[number])
@@ -334,26 +335,31 @@ def _write(results: Results, json_file: Path | None, save_requests: bool, plots_
     with write_errors():
         if json_file is not None:
             write_json(json_file, results, with_records=save_requests)
-            click.echo(f"written: {json_file}")
+            echo_or_drop(f"written: {json_file}")
         if plots_folder is not None and results.points:
             from tandem.bench.serve.plots import write_plots
 
             for path in write_plots(results, plots_folder):
-                click.echo(f"written: {path}")
+                echo_or_drop(f"written: {path}")
 
 
 class LoadDisplay:
-    """Progress on standard error (a bar on a terminal, else a line for each run); figures on standard output."""
+    """Progress on standard error (a bar on a terminal, else a line for each run); figures on standard output.
 
-    def __init__(self, objectives: Objectives) -> None:
+    Figures that cannot be printed end the load, which keeps what was measured; progress that cannot is dropped.
+    """
+
+    def __init__(self, objectives: Objectives, results: Results, stop: asyncio.Event) -> None:
         self._objectives = objectives
+        self._results = results
+        self._stop = stop
         self._bar: tqdm[Never] | None = None
 
     def warm_up(self, rate: float | None, num_requests: int) -> None:
-        click.echo(f"{format_rate(rate)}: warming up with {num_requests} requests …", err=True)
+        echo_or_drop(f"{format_rate(rate)}: warming up with {num_requests} requests …", err=True)
 
     def begin(self, rate: float | None, requests: Sequence[PlannedRequest]) -> None:
-        click.echo(f"{format_rate(rate)}: {len(requests)} requests …", err=True)
+        echo_or_drop(f"{format_rate(rate)}: {len(requests)} requests …", err=True)
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -366,8 +372,14 @@ class LoadDisplay:
 
     def end(self, point: Point) -> None:
         self.close()
-        click.echo(f"{format_rate(point.rate)}")
-        click.echo("\n".join(page(point.report, self._objectives)) + "\n")
+        self.show([format_rate(point.rate), *page(point.report, self._objectives), ""])
+
+    def show(self, figures: Sequence[str]) -> None:
+        """One line for each."""
+        if (problem := echo_or_drop("\n".join(figures))) and not self._results.stopped_by:
+            self._results.stopped_by = f"standard output cannot be written: {problem}"
+            self._stop.set()
+            echo_or_drop(f"Error: {self._results.stopped_by}", err=True)
 
     def close(self) -> None:
         """Removes the bar. Idempotent."""

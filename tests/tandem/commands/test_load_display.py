@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
 from tandem.bench.serve.load import Progress
 from tandem.bench.serve.report import Objectives, summarise
-from tandem.bench.serve.results import Point
+from tandem.bench.serve.results import Point, Results
 from tandem.commands.bench.serve import LoadDisplay
 
 POINT = Point(2.0, summarise([RequestRecord(0.0, 0.0, 10, 1, [0.1], 0.1, "length")]))
@@ -20,6 +21,10 @@ POINT = Point(2.0, summarise([RequestRecord(0.0, 0.0, 10, 1, [0.1], 0.1, "length
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def display() -> LoadDisplay:
+    return LoadDisplay(Objectives(), Results("endpoint", "model", {}), asyncio.Event())
 
 
 def run(screen: LoadDisplay) -> None:
@@ -36,7 +41,7 @@ def test_on_a_terminal_a_bar_shows_requests_in_flight_done_and_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    run(LoadDisplay(Objectives()))
+    run(display())
     drawn = terminal.getvalue()
     assert "4/10" in drawn
     assert "failed=1, in_flight=3" in drawn
@@ -45,7 +50,7 @@ def test_on_a_terminal_a_bar_shows_requests_in_flight_done_and_failed(
 
 
 def test_elsewhere_there_is_a_line_for_each_run_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    run(LoadDisplay(Objectives()))
+    run(display())
     out, err = capsys.readouterr()
     assert err == "2/s: warming up with 4 requests …\n2/s: 10 requests …\n"
     assert out.startswith("2/s\n  requests    1 ok")

@@ -11,6 +11,7 @@ import re
 import signal
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,11 @@ def arguments(*args: str) -> tuple[str, ...]:
     return ("bench", "serve", *(() if "--trace" in args else SMALL), *args)  # a trace has lengths of its own
 
 
-async def started(*args: str) -> asyncio.subprocess.Process:
+async def started(
+    *args: str, stdout: int = asyncio.subprocess.PIPE, stderr: int = asyncio.subprocess.PIPE
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tandem.cli", *arguments(*args)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        *(sys.executable, "-m", "tandem.cli", *arguments(*args)), stdout=stdout, stderr=stderr
     )
 
 
@@ -245,23 +246,90 @@ async def test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured(tmp_path: Path
     assert server.num_requests == 10
 
 
+async def fifth_answered(server: FakeTandem, process: asyncio.subprocess.Process) -> None:
+    """With --max-concurrency 1: the sixth request shows that the client has read the answer of the fifth."""
+    while server.num_requests < 6:
+        assert process.returncode is None
+        await asyncio.sleep(0.02)
+
+
+def fifth_succeeds(index: int) -> Behaviour:
+    """The first four warm up; those after the fifth never end."""
+    return Behaviour(hang_at=2 if index > 4 else None)
+
+
 async def test_a_terminal_that_is_closed_ends_it_and_the_file_has_what_was_measured(tmp_path: Path) -> None:
     file, (terminal, its_end) = tmp_path / "j", pty.openpty()
-    async with FakeTandem(lambda index: Behaviour(hang_at=2 if index > 4 else None)) as server:
+    async with FakeTandem(fifth_succeeds) as server, asyncio.timeout(GUARD_S):
         process = await asyncio.create_subprocess_exec(
             *("setsid", "--ctty", sys.executable, "-m", "tandem.cli"),
-            *arguments("--address", server.address, "--json", str(file)),
+            *arguments("--address", server.address, "--max-concurrency", "1", "--json", str(file)),
             stdin=its_end, stdout=its_end, stderr=its_end,
         )  # fmt: skip
         os.close(its_end)
-        async with asyncio.timeout(GUARD_S):
-            while server.in_flight < 1 or server.num_requests < 6:
-                assert process.returncode is None
-                await asyncio.sleep(0.02)
-            os.close(terminal)
-            assert await process.wait() == 130
+        await fifth_answered(server, process)
+        os.close(terminal)
+        assert await process.wait() == 130
     results = json.loads(file.read_text())
     assert (results["stopped_by"], results["points"][0]["num_succeeded"]) == ("SIGHUP", 1)
+
+
+@pytest.mark.parametrize(
+    ("opened", "number", "name"), [(os.pipe, *each) for each in SIGNALS] + [(pty.openpty, signal.SIGTERM, "SIGTERM")]
+)
+async def test_the_file_has_what_was_measured_where_nothing_can_be_printed(
+    opened: Callable[[], tuple[int, int]], number: int, name: str, tmp_path: Path
+) -> None:
+    """The reader of the pipe has ended, as `tee` does by the same Ctrl-C, or the terminal is gone."""
+    file, (reader, its_end) = tmp_path / "j", opened()
+    async with FakeTandem(fifth_succeeds) as server, asyncio.timeout(GUARD_S):
+        process = await started(
+            "--address", server.address, "--max-concurrency", "1", "--json", str(file), "--plots", str(tmp_path / "p"),
+            stdout=its_end, stderr=its_end,
+        )  # fmt: skip
+        os.close(its_end)
+        await fifth_answered(server, process)
+        os.close(reader)
+        process.send_signal(number)
+        assert await process.wait() == 130
+    results = json.loads(file.read_text())
+    assert (results["stopped_by"], results["points"][0]["num_succeeded"]) == (name, 1)
+    assert any((tmp_path / "p").iterdir())
+
+
+async def test_a_load_whose_figures_cannot_be_printed_ends_and_keeps_those_measured(tmp_path: Path) -> None:
+    file, (reader, its_end) = tmp_path / "j", os.pipe()
+    async with FakeTandem(closes(reader)) as server, asyncio.timeout(GUARD_S):
+        process = await started("--address", server.address, "--rate", "inf,9", "--json", str(file), stdout=its_end)
+        os.close(its_end)
+        _, errors = await process.communicate()
+    assert process.returncode == 1, errors
+    problem = "standard output cannot be written: Broken pipe"
+    assert errors.decode().splitlines()[2:] == [f"Error: {problem}"]
+    results = json.loads(file.read_text())
+    assert results["stopped_by"] == problem
+    assert [point["num_succeeded"] for point in results["points"]] == [60]
+
+
+async def test_a_load_whose_progress_cannot_be_printed_goes_on() -> None:
+    reader, its_end = os.pipe()
+    async with FakeTandem(closes(reader)) as server, asyncio.timeout(GUARD_S):
+        process = await started("--address", server.address, "--rate", "inf,inf", stderr=its_end)
+        os.close(its_end)
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output
+    assert output.count(b"60 ok") == 2
+
+
+def closes(reader: int) -> Callable[[int], Behaviour]:
+    """Closes that end of a pipe when the first request after the warm-up comes."""
+
+    def behaviour(index: int) -> Behaviour:
+        if index == 4:
+            os.close(reader)
+        return Behaviour()
+
+    return behaviour
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers) -> None:
