@@ -21,6 +21,7 @@ import ssl
 import sys
 import tempfile
 import termios
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 _STOP_S = 1
 _MIN_READ_BYTES = 16 << 10
 """A client that takes so much within write_timeout_s, or all that is left, is slow and not deaf."""
+_RETRY_S = 1.0
 _ACCEPT_AGAIN_S = 0.1  # when there is no free descriptor
 _log = logging.getLogger(__name__)
 _repeats = Repeats()
@@ -72,8 +74,16 @@ class HttpSettings(Section):
 class HttpTls:
     """TLS from the files of the gRPC port, which each handshake checks for changes. Used on the event loop."""
 
-    def __init__(self, files: TlsFiles, *, require_client_cert: bool, client_names: tuple[str, ...]) -> None:
-        """`client_names`: one of them must be in a client's certificate; empty: any certificate of the CA.
+    def __init__(
+        self,
+        files: TlsFiles,
+        *,
+        require_client_cert: bool,
+        client_names: tuple[str, ...],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`client_names`: one of them must be in a client's certificate; empty: any certificate of the CA. `clock` is
+        in seconds.
 
         Raises SettingsError for files that OpenSSL rejects, OSError where no temporary file can be written.
         """
@@ -83,6 +93,9 @@ class HttpTls:
         self._material = files.current()
         self._context = self._new_context(self._material)
         self._rejected: TlsMaterial | None = None
+        self._clock = clock
+        self._retry_at_s = 0.0
+        """When to try rejected files again."""
 
     def admits(self, certificate: Mapping[str, Any] | None) -> bool:
         """Whether a client with this certificate, as `ssl` describes it, may connect."""
@@ -100,7 +113,8 @@ class HttpTls:
         client could resume a session whose CA has been removed: OpenSSL does not verify its certificate again.
         """
         material = self._files.current()
-        if material is not self._material:
+        is_due = material is not self._rejected or self._clock() >= self._retry_at_s
+        if material is not self._material and is_due:
             try:
                 self._context, self._material = self._new_context(material), material
             except Exception as error:  # of any type: no client could connect
@@ -108,7 +122,9 @@ class HttpTls:
         return self._context
 
     def _report(self, material: TlsMaterial, error: Exception) -> None:
-        """Once for each change; each handshake tries again, because the disk may have been full."""
+        """Once for each change. It is tried again after a second, because the disk may have been full: not by each
+        handshake, whose client is not authenticated yet."""
+        self._retry_at_s = self._clock() + _RETRY_S
         if material is not self._rejected:
             self._rejected = material
             self._files.count_rejected()

@@ -229,7 +229,34 @@ async def test_files_that_could_not_be_loaded_for_a_moment_are_loaded_later(
             assert await serial(url, files) == before
         assert watched.num_rejected == 1
         assert "No such file or directory" in caplog.text
-        assert await serial(url, files) != before
+        async with asyncio.timeout(TIMEOUT_S):
+            while await serial(url, files) == before:
+                await asyncio.sleep(0.05)
+
+
+def test_rejected_files_are_tried_again_after_a_second_and_not_by_each_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, authority, now_s, temporary_file = 0, StackCa(), 100.0, tempfile.NamedTemporaryFile
+
+    def counted() -> object:
+        nonlocal tries
+        tries += 1
+        return temporary_file()
+
+    files = issued(tmp_path / "router", "router", authority)
+    tls = HttpTls(files.tls(), require_client_cert=False, client_names=(), clock=lambda: now_s)
+    before = tls.context()
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", counted)
+    for num_changes in (1, 2):
+        files.replace(_weak())
+        assert {tls.context() for _ in range(3)} == {before}
+        assert tries == 2 * num_changes - 1
+        now_s += 1.0
+        assert {tls.context() for _ in range(3)} == {before}
+        assert tries == 2 * num_changes
+    files.replace(authority.issue("router", HOSTS))
+    assert tls.context() is not before
 
 
 async def test_clients_show_a_certificate_where_that_is_asked_for(tmp_path: Path) -> None:
