@@ -102,6 +102,8 @@ class TcpServer:
             self._failures.append(error)
         finally:
             writer.close()
+            with suppress(OSError):  # the peer is gone
+                await writer.wait_closed()  # else `cut` would not know of a connection whose peer does not read
         return None
 
 

@@ -27,6 +27,10 @@ async def ignores_cancelling(reader: asyncio.StreamReader, writer: asyncio.Strea
         return
 
 
+async def returns_with_more_than_the_peer_reads(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(bytes(16 << 20))
+
+
 async def connect(server: TcpServer) -> socket.socket:
     host, _, port = server.address.rpartition(":")
     client = socket.create_connection((host, int(port)))
@@ -34,7 +38,7 @@ async def connect(server: TcpServer) -> socket.socket:
     return client
 
 
-@pytest.mark.parametrize("serve", [waits, ignores_cancelling])
+@pytest.mark.parametrize("serve", [waits, ignores_cancelling, returns_with_more_than_the_peer_reads])
 @pytest.mark.parametrize("num_turns", range(20))
 def test_no_connection_is_left(serve: Callable[..., Awaitable[None]], num_turns: int) -> None:
     """However far the server is with it: accepted, its task not begun, served; `num_turns` of the event loop."""
