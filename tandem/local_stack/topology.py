@@ -177,9 +177,8 @@ class Topology:
         if self._free_cores:
             self._cores[name] = self._free_cores.pop(0)
         settings, cores = self._settings, self._cores.get(name, ())
-        # A container's CPU limit may be below its cores.
-        share = max(1, useful_threads() // settings.num_planned)
-        threads = settings.threads or min(len(cores) or share, share)
+        # Not one for each of its cores: a container's CPU limit may be below them.
+        threads = settings.threads or useful_threads() // settings.num_planned
         threads = max(1, threads // settings.parallelism.num_ranks)
         flags = {
             "--model": settings.model,
