@@ -94,6 +94,8 @@ class ScaleDecision:
     """None: the size changes."""
     reason: str
     """The signal, its value and target, and what prevents the change."""
+    limit: Hold | None = None
+    """Of both pools, what `reason` says already: a pair may be balanced again."""
 
     @property
     def direction(self) -> Direction | None:
@@ -357,5 +359,5 @@ def _unmet(decisions: Sequence[ScaleDecision], sizes: Sizes) -> tuple[float, flo
 def _limited(decision: ScaleDecision, size: int, hold: Hold, why: str) -> ScaleDecision:
     if size == decision.new_size:
         return decision
-    held = decision.held(hold, why)
-    return held if size == decision.size else replace(held, new_size=size, hold=None)
+    reason = decision.reason if decision.limit == hold else f"{decision.reason}; {why}"
+    return replace(decision, new_size=size, hold=hold if size == decision.size else None, reason=reason, limit=hold)

@@ -146,7 +146,8 @@ class Resizer:
                     await self.actuator.resize(change.role, change.previous_size, (), previous_size=change.size)
                 except ActuatorError as error:
                     self._record(change)
-                    problem = f"{refusal}; the {change.role} pool keeps the size {change.size}: {error}"
+                    way_back = f"from {change.size} back to {change.previous_size}"
+                    problem = f"{refusal}; the {change.role} pool could not be resized {way_back}: {error}"
                     raise ActuatorError(problem) from refusal
             raise
         for change in changes:

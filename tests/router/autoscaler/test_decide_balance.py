@@ -86,6 +86,15 @@ def test_a_drifting_ratio_of_prefill_to_decode_is_stopped_at_its_bounds() -> Non
     assert sizes(balanced((2, 1), (4, 4), settings)) == (2, 4)
 
 
+def test_a_pair_that_is_balanced_again_gives_each_reason_once() -> None:
+    settings = settings_of(max_ratio=1.5)
+    prefill, decode = balanced((3, 6), (2, 3), settings)
+    assert (prefill.new_size, decode.new_size) == (4, 3)
+    prefill, decode = balance(prefill, decode.held("no_room", "no node takes 1 of 3 pods"), 0, settings)
+    assert (prefill.new_size, prefill.hold) == (3, "ratio")
+    assert prefill.reason == "as it is; the ratio of prefill to decode must stay within 0..1.5"
+
+
 def test_a_ratio_that_has_drifted_may_go_back_and_no_further() -> None:
     settings = settings_of(max_ratio=1.0)
     assert sizes(balanced((4, 3), (1, 1), settings)) == (3, 1)

@@ -195,7 +195,8 @@ async def test_a_pool_that_does_not_get_its_size_back_is_recorded(run: Run) -> N
             await resize(role, size, victims, previous_size=previous_size)  # type: ignore[arg-type]
 
         stack.resizer.actuator.resize = once  # type: ignore[method-assign,assignment]
-        with pytest.raises(ActuatorError, match="no room; the decode pool keeps the size 3: no answer"):
+        problem = "no room; the decode pool could not be resized from 3 back to 2: no answer"
+        with pytest.raises(ActuatorError, match=problem):
             await stack.resizer.resize({"decode": 3, "prefill": 0}, cause="operator", reason="")
         [change] = stack.resizer.recent
         assert (change.role, change.previous_size, change.size) == ("decode", 2, 3)
