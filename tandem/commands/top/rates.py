@@ -6,10 +6,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 from protos.tandem.v1 import pools_pb2
 from tandem.commands.admin import pool_name
 
+T = TypeVar("T")
 SPAN_S = 5.0
 """A rate is the mean over this time."""
 LATENCY_SPAN_S = 60.0
@@ -27,9 +29,7 @@ class _Counter:
     """Seconds and count; the first may be older than the span."""
 
     def add(self, at_s: float, count: int) -> None:
-        self.samples.append((at_s, count))
-        while len(self.samples) > 2 and self.samples[1][0] <= at_s - SPAN_S:
-            self.samples.popleft()
+        _append(self.samples, at_s, count, SPAN_S)
 
     @property
     def rate(self) -> float:
@@ -96,9 +96,7 @@ class _Process:
     def add(self, at_s: float, read: dict[str, Histogram]) -> None:
         if self.samples and any(_total(read[name]) < _total(self.samples[-1][1][name]) for name in read):
             self.samples.clear()
-        self.samples.append((at_s, read))
-        while len(self.samples) > 2 and self.samples[1][0] <= at_s - LATENCY_SPAN_S:
-            self.samples.popleft()
+        _append(self.samples, at_s, read, LATENCY_SPAN_S)
 
     def recent(self, name: str) -> Histogram:
         return self.samples[-1][1][name].since(self.samples[0][1][name])
@@ -131,6 +129,13 @@ class Latencies:
         """Of TTFT or TPOT, in seconds."""
         recent = self.recent(name)
         return [recent.percentile(share) for share in shares]
+
+
+def _append(samples: deque[tuple[float, T]], at_s: float, value: T, span_s: float) -> None:
+    """And drops the samples that are not needed for the `span_s` seconds before `at_s`."""
+    samples.append((at_s, value))
+    while len(samples) > 2 and samples[1][0] <= at_s - span_s:
+        samples.popleft()
 
 
 def _total(histogram: Histogram) -> float:
