@@ -32,7 +32,7 @@ from tandem.local_stack.settings import (
     parse_bounds,
 )
 from tandem.local_stack.stack import LocalStack, StartCancelled
-from tandem.local_stack.supervisor import StackEvent, StackFailed
+from tandem.local_stack.supervisor import StackFailed
 from tandem.local_stack.topology import check_gpus
 from tandem.local_stack.vllm import check_vllm
 
@@ -306,7 +306,7 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
     if settings.device == "cpu" and num_bytes * num_instances > free:
         raise click.ClickException(
             f"{given}: {num_instances} instances need {num_bytes * num_instances / _GIB:.1f} GiB for their KV, and "
-            f"{free / _GIB:.1f} GiB are free; at most --kv-memory {_rounded_down(free / num_instances / _GIB)}"
+            f"{free / _GIB:.1f} GiB are free; at most --kv-memory {math.floor(free / num_instances / _GIB * 10) / 10:g}"
         )
     token_bytes = config.kv_layout(dtype=settings.dtype or "auto", block_size=1).bytes_per_block  # type: ignore[arg-type]
     num_tokens, needed = num_bytes // token_bytes, length or _MIN_KV_TOKENS
@@ -314,10 +314,6 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
         why = f"--max-model-len {length} needs" if length else "a stack needs"
         gib = -(-needed * token_bytes * 1000 // _GIB) / 1000
         raise click.ClickException(f"{given} has room for {num_tokens} tokens; {why} --kv-memory {gib:g}")
-
-
-def _rounded_down(gib: float) -> str:
-    return f"{math.floor(gib * 10) / 10:g}"
 
 
 class StopSignals:
@@ -369,7 +365,7 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
         signals.raises = False
         click.echo(f"ready in {time.monotonic() - started_s:.1f} s")
         click.echo(usage_text(stack))
-        stack.serve(signals.stop, _echo_event)
+        stack.serve(signals.stop, lambda event: _echo("\n  | ".join([event.text, *event.lines])))
     except StartCancelled:
         pass
     except BrokenPipeError:
@@ -381,10 +377,6 @@ def _run_stack(settings: StackSettings, model: str, try_it: bool) -> None:
         stopping_s = time.monotonic()
         stack.stop()
         _echo(f"stopped in {time.monotonic() - stopping_s:.1f} s; all processes and files are removed")
-
-
-def _echo_event(event: StackEvent) -> None:
-    _echo("\n  | ".join([event.text, *event.lines]))
 
 
 def _echo(text: str) -> None:
@@ -438,15 +430,15 @@ def usage_text(stack: LocalStack) -> str:
     """The addresses of all processes, and commands to try."""
     address, ca_file, key_file = stack.address, stack.credentials.ca_file, stack.credentials.token_file
     token = "" if key_file is None else f""" -H "Authorization: Bearer $(cat {key_file})\""""
-    grpcurl_tls = "-plaintext" if ca_file is None else f"-cacert {ca_file}"
-    curl_scheme = "http" if ca_file is None else f"--cacert {ca_file} https"
+    grpcurl_tls, curl_tls = ("-plaintext", "") if ca_file is None else (f"-cacert {ca_file}", f"--cacert {ca_file} ")
+    http = f"{'http' if ca_file is None else 'https'}://{stack.http_address}"
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
     if stack.http_address is not None:
-        lines.append(f"  OpenAI API  {'http' if ca_file is None else 'https'}://{stack.http_address}/v1")
-    where = "on the live page" if stack.settings.has_page else "in `tandem top`"
+        lines.append(f"  OpenAI API  {http}/v1")
+    where = "in `tandem top`"
     if stack.settings.has_page:
-        asked = "" if key_file is None else f"   (it asks for the key in {key_file})"
-        lines.append(f"  live page   {'http' if ca_file is None else 'https'}://{stack.http_address}/{asked}")
+        where = "on the live page"
+        lines.append(f"  live page   {http}/" + (f"   (it asks for the key in {key_file})" if key_file else ""))
     lines += [
         f"  admin       {stack.admin_address}   (tandem pools)",
         f"  logs        {stack.folder / 'logs'}",
@@ -467,7 +459,7 @@ def usage_text(stack: LocalStack) -> str:
     if stack.http_address is not None:
         lines += [
             "from any OpenAI client:",
-            f"  curl {curl_scheme}://{stack.http_address}/v1/chat/completions{token} \\",
+            f"  curl {curl_tls}{http}/v1/chat/completions{token} \\",
             "    -H 'Content-Type: application/json' \\",
             """    -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
             "",
