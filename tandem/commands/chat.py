@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from tandem.commands import calculator
-from tandem.commands.options import (
-    Choice,
-    IntRange,
-    call_errors,
-    call_options,
-    given_credentials,
-    sampling_options,
-)
+from tandem.commands.options import Choice, IntRange, call_errors, call_options, given_credentials, sampling_options
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -39,7 +32,6 @@ if TYPE_CHECKING:
 
     from tandem.client.client import Client
     from tandem.client.completion import Completion, Piece, ToolCall
-    from tandem.client.errors import TandemError
 
 _PROMPT, _CONTINUATION = "> ", "… "
 _COMMANDS = {
@@ -339,17 +331,14 @@ def _talk(chat: _Chat, lines: Iterator[str]) -> None:
             if not chat.handle(text):
                 return
         except TandemError as error:
-            click.echo(f"Error: {error.message}\n({_retry_hint(error)})", err=True)
+            hint = _RETRY_HINTS.get(error.status, "the message was not kept; /reset begins a new conversation")
+            click.echo(f"Error: {error.message}\n({hint})", err=True)
         except click.UsageError as error:
             click.echo(f"Error: {error.message}", err=True)
         except ValueError as error:  # as of a token file that is gone with its stack
             click.echo(f"Error: {error}", err=True)
         except KeyboardInterrupt:
             click.echo("(interrupted; Ctrl-D ends)", err=True)
-
-
-def _retry_hint(error: TandemError) -> str:
-    return _RETRY_HINTS.get(error.status, "the message was not kept; /reset begins a new conversation")
 
 
 def _piped_lines(stream: TextIO) -> Iterator[str]:

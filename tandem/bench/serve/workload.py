@@ -288,10 +288,7 @@ class TraceWorkload:
         return (replace(one, at_s=0.0) for one in requests)
 
     def _requests(self, series: int, use: TraceUse) -> Iterator[PlannedRequest]:
-        return plan_each(self.rows, use, self.vocabulary.ids, TracePlan(), seed=self._seed_of(series))
-
-    def _seed_of(self, series: int) -> int:
-        return self.seed + (series << 32)
+        return plan_each(self.rows, use, self.vocabulary.ids, TracePlan(), seed=self.seed + (series << 32))
 
 
 def _rng(seed: int, series: int, purpose: int) -> np.random.Generator:

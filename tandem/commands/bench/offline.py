@@ -152,14 +152,9 @@ def _latency_table(result: LatencyResult) -> list[str]:
 
 @click.command("throughput", short_help="Many requests on the engine alone: requests/s and tokens/s.")
 @click.option(
-    "--num-prompts",
-    "--requests",
-    "requests",
-    type=IntRange(1, 1_000_000),
-    default=64,
-    show_default=True,
+    "--num-prompts", "--requests", "requests", type=IntRange(1, 1_000_000), default=64, show_default=True,
     help="Number of requests.",
-)
+)  # fmt: skip
 @click.option("--input-len", type=_COUNT, default=128, show_default=True, help="Tokens of a prompt.")
 @click.option("--output-len", type=_COUNT, default=64, show_default=True, help="Tokens of an answer.")
 @click.option(
