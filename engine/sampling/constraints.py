@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -164,6 +165,10 @@ def _translated_pattern(pattern: str) -> str:
 
 # Regular expressions: Python's syntax and, with re.ASCII, its meaning; the whole output must match.
 
+_UNESCAPED = "".join(char for char in map(chr, range(0x20, 0x80)) if char not in '"\\')
+"""The characters of ASCII that JSON does not escape."""
+_NUM_CLASSES = 256
+"""That are kept with their translation; the longest has MAX_PATTERN_CHARS."""
 _SPACES = r" \t\n\r\f\v"
 _CLASS_ESCAPES = "dDwWsS"
 _CHARACTER_ESCAPES = "nrtfv"
@@ -241,8 +246,9 @@ def _problem(regex: str, position: int, before: str, token: str, depth: int, *, 
     if token == "$" and not (depth == 0 and after in ("", "|")):
         return "$ here"
     pieces: list[str] = re.findall(r"\\.", token, re.DOTALL)
+    has_hexadecimal = _HEX.search(token) is not None
     for escape in pieces:
-        is_hexadecimal = escape[1] in "xu" and _HEX.search(token) is not None
+        is_hexadecimal = escape[1] in "xu" and has_hexadecimal
         if escape[1].isalnum() and not is_hexadecimal and escape[1] not in _CLASS_ESCAPES + _CHARACTER_ESCAPES:
             return escape
     if in_json and ('"' in token or "\\\\" in token or not token.isascii() or not token.isprintable()):
@@ -293,14 +299,16 @@ def _translated_in_json(token: str) -> str:
     return "" if token in ("^", "$") else _class_in_json(token) if _is_class(token) else token
 
 
+@lru_cache(_NUM_CLASSES)
 def _class_in_json(token: str) -> str:
     """The characters of `token` that JSON does not escape; empty if there are none."""
     try:
-        matches = re.compile(token, re.ASCII).fullmatch
+        compiled = re.compile(token, re.ASCII)
     except re.error:
         return token  # the compiler says why
-    is_part = [code >= 0x20 and chr(code) not in '"\\' and matches(chr(code)) is not None for code in range(0x80)]
-    if matches("é"):  # as all characters do that are not ASCII
+    members = set(compiled.findall(_UNESCAPED))
+    is_part = [chr(code) in members for code in range(0x80)]
+    if compiled.fullmatch("é"):  # as all characters do that are not ASCII
         return f"[^{_ranges(not one for one in is_part)}]"
     caret, is_part[ord("^")] = _CARET if is_part[ord("^")] else "", False
     return f"[{_ranges(is_part)}{caret}]" if any(is_part) else caret

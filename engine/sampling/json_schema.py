@@ -1,17 +1,19 @@
 """JSON schemas as constraints: the part of JSON Schema that xgrammar follows exactly, and how large a schema may be.
 
-    text ─▶ parsed ─▶ every reachable subschema checked ─▶ text of what was checked, for xgrammar
+    text ─▶ parsed ─▶ every reachable subschema checked ─▶ no recursion without a value ─▶ text, for xgrammar
 
 Anything else is rejected with its path and keyword: xgrammar would ignore it, and the output would not satisfy the
 schema. As in OpenAI's strict mode objects have the declared properties alone, unless `additionalProperties` says
 otherwise. Unknown keywords have no effect, as JSON Schema prescribes.
+A check runs in event loops and between steps, so its work is bounded: by the limits below, and by what it keeps.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
@@ -23,6 +25,10 @@ MAX_PROPERTIES = 500
 """Of all objects of a schema together; the time to compile is quadratic in those of one object."""
 MAX_ENUM_VALUES = 1000
 MAX_ONE_OF = 64
+MAX_SCHEMAS = 2**13
+"""Of a schema together, with those that several references reach counted for each."""
+MAX_PATTERN_CHARS = 2**14
+"""Of all different patterns of a schema together, without those of formats."""
 MAX_MULTIPLE = 1000
 MAX_INTEGER = 2**53
 MAX_NUMBER = 10**15
@@ -60,6 +66,7 @@ _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }  # fmt: skip
+_ANYTHING: dict[str, Any] = {}
 _ASSERTIONS = frozenset({"type", *_ALTERNATIVES, *itertools.chain.from_iterable(_OF_TYPE.values())})
 
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
@@ -148,15 +155,31 @@ class _Checker:
         self._translated_pattern = translated_pattern
         self._checked: set[str] = set()
         self._translated: set[int] = set()
+        """The schemas whose pattern is translated already; as below, by the id of a part of `root`."""
+        self._patterns: dict[str, str] = {}
+        """With their translation."""
+        self._same: dict[int, list[int]] = {}
+        """The schemas that describe the same value as one with alternatives or a reference."""
+        self._references: dict[int, tuple[str, str]] = {}
+        """The path and the reference of each schema that has one, in the order of the check."""
+        self._values: dict[int, frozenset[Hashable] | None] = {}
+        self._types_by_schema: dict[int, set[str]] = {}
+        self._disjoint: dict[tuple[int, int], bool] = {}
+        self._num_schemas = 0
         self._num_properties = 0
         self._num_values = 0
+        self._num_pattern_chars = 0
 
     def check(self) -> None:
         self._check(self._root, "", 0)
+        self._check_recursion()
 
     def _check(self, schema: Any, path: str, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise _wrong(path, "the schema", f"is nested more than {MAX_DEPTH} deep")
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            raise _wrong(path, "the schema", f"has more than {MAX_SCHEMAS} schemas in all")
         if schema is True:
             return
         if not isinstance(schema, dict):
@@ -186,6 +209,7 @@ class _Checker:
             raise _wrong(path, others[0], f"next to {keyword} is not supported", "one of them, or a schema for each")
         if keyword in ("anyOf", "oneOf", "allOf"):
             self._check_branches(schema[keyword], keyword, path)
+            self._same[id(schema)] = [id(branch) for branch in schema[keyword]]
 
     def _check_values(self, schema: dict[str, Any], keyword: str, path: str) -> None:
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
@@ -208,8 +232,12 @@ class _Checker:
             raise _wrong(path, keyword, f"has {len(branches)} schemas", f"at most {MAX_ONE_OF}")
 
     def _check_disjoint(self, branches: list[Any], path: str) -> None:
-        for one, other in itertools.combinations(branches, 2):
-            if not self._are_disjoint(one, other, path):
+        resolved = [self._resolved(branch, path) for branch in branches]
+        for one, other in itertools.combinations(resolved, 2):
+            pair = id(one), id(other)
+            if pair not in self._disjoint:
+                self._disjoint[pair] = self._are_disjoint(one, other, path)
+            if not self._disjoint[pair]:
                 problem = "has schemas that a value may satisfy together"
                 raise _wrong(path, "oneOf", problem, "different types, or a required property with other constants")
 
@@ -293,12 +321,20 @@ class _Checker:
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str) or not schema["pattern"]:
                 raise _wrong(path, "pattern", f"{shown(schema['pattern'])} is not a regular expression")
+            if id(schema) not in self._translated:  # it may be reached by several references
+                schema["pattern"] = self._translation(schema["pattern"], path)
+                self._translated.add(id(schema))
+
+    def _translation(self, pattern: str, path: str) -> str:
+        if pattern not in self._patterns:
+            self._num_pattern_chars += len(pattern) if pattern not in _FORMATS.values() else 0
+            if self._num_pattern_chars > MAX_PATTERN_CHARS:
+                raise _wrong(path, "pattern", f"makes more than {MAX_PATTERN_CHARS} characters of patterns in all")
             try:
-                if id(schema) not in self._translated:  # it may be reached by several references
-                    schema["pattern"] = self._translated_pattern(schema["pattern"])
-                    self._translated.add(id(schema))
+                self._patterns[pattern] = self._translated_pattern(pattern)
             except InvalidRequest as error:
                 raise _wrong(path, "pattern", error.problem, error.allowed) from None
+        return self._patterns[pattern]
 
     def _children(self, schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
         for keyword in _SCHEMA_LISTS:
@@ -316,8 +352,8 @@ class _Checker:
     def _follow(self, schema: dict[str, Any], path: str, depth: int) -> None:
         reference = schema["$ref"]
         target = self._target(reference, path)
-        if self._begins_with_itself(schema, path):
-            raise _wrong(path, "$ref", f"{shown(reference)} is a recursion without a value in between")
+        self._same[id(schema)] = [id(target)]
+        self._references.setdefault(id(schema), (path, reference))
         if reference not in self._checked:
             self._checked.add(reference)
             self._check(target, reference.removeprefix("#"), depth + 1)
@@ -338,58 +374,59 @@ class _Checker:
             target = target[part]
         return target
 
-    def _begins_with_itself(self, schema: dict[str, Any], path: str) -> bool:
-        """Whether a value of `schema` may consist of nothing but itself."""
-        reached: dict[int, Any] = {}
-        nexts = [schema]
-        while nexts:
-            for following in self._alternatives(nexts.pop(), path):
-                if following is schema:
-                    return True
-                if id(following) not in reached:
-                    reached[id(following)] = following
-                    nexts.append(following)
-        return False
+    def _check_recursion(self) -> None:
+        """A value must not consist of nothing but itself."""
+        try:
+            TopologicalSorter(self._same).prepare()
+        except CycleError as error:
+            cycle = set(error.args[1])
+            path, reference = next(found for schema, found in self._references.items() if schema in cycle)
+            problem = f"{shown(reference)} is a recursion without a value in between"
+            raise _wrong(path, "$ref", problem) from None
 
-    def _alternatives(self, schema: Any, path: str) -> list[Any]:
-        """The schemas that describe the same value as `schema`."""
-        if not isinstance(schema, dict):
-            return []
-        branches = [branch for keyword in ("anyOf", "oneOf", "allOf") for branch in _listed(schema.get(keyword))]
-        return [*branches, self._target(schema["$ref"], path)] if "$ref" in schema else branches
-
-    def _are_disjoint(self, one: Any, other: Any, path: str) -> bool:
+    def _are_disjoint(self, one: dict[str, Any], other: dict[str, Any], path: str) -> bool:
         """Whether no value satisfies both, as far as types and constants of required properties show it."""
-        one, other = self._resolved(one, path), self._resolved(other, path)
         ours, theirs = self._value_types(one, path), self._value_types(other, path)
         if ours.isdisjoint(theirs):
             return True
-        constants, other_constants = _constants(one), _constants(other)
-        if constants is not None and other_constants is not None:
-            return not any(value in other_constants for value in constants)
+        if self._constants(one) is not None and self._constants(other) is not None:
+            return self._have_other_constants(one, other)
         if ours != {"object"} or theirs != {"object"}:
             return False
         shared = {*_listed(one.get("required"))} & {*_listed(other.get("required"))}
-        for name in shared:
-            values = _constants(self._resolved(_properties(one).get(name), path))
-            other_values = _constants(self._resolved(_properties(other).get(name), path))
-            if values is not None and other_values is not None and not any(value in other_values for value in values):
-                return True
-        return False
+        properties = [
+            (self._resolved(_properties(one).get(name), path), self._resolved(_properties(other).get(name), path))
+            for name in shared
+        ]
+        return any(self._have_other_constants(*pair) for pair in properties)
+
+    def _have_other_constants(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        values, other_values = self._constants(one), self._constants(other)
+        return values is not None and other_values is not None and values.isdisjoint(other_values)
+
+    def _constants(self, schema: dict[str, Any]) -> frozenset[Hashable] | None:
+        """The values of a schema that lists them."""
+        if id(schema) not in self._values:
+            values = _constants(schema)
+            self._values[id(schema)] = None if values is None else frozenset(map(_hashable, values))
+        return self._values[id(schema)]
 
     def _resolved(self, schema: Any, path: str) -> dict[str, Any]:
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             schema = self._target(schema["$ref"], path)
-        return schema if isinstance(schema, dict) else {}
+        return schema if isinstance(schema, dict) else _ANYTHING
 
     def _value_types(self, schema: dict[str, Any], path: str) -> set[str]:
         """The types of the schema's values; integers count as numbers."""
-        types = self._types(schema, path) or set(_TYPES)
-        if (values := _constants(schema)) is not None:
-            types = {name for value in values for name in _types_of(value)}
-        return {"number" if name == "integer" else name for name in types}
+        if id(schema) not in self._types_by_schema:
+            types = self._types(schema, path) or set(_TYPES)
+            if (values := _constants(schema)) is not None:
+                types = {name for value in values for name in _types_of(value)}
+            types = {"number" if name == "integer" else name for name in types}
+            self._types_by_schema[id(schema)] = types
+        return self._types_by_schema[id(schema)]
 
 
 def _check_count(schema: dict[str, Any], path: str, least: str, most: str) -> None:
@@ -446,6 +483,17 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
     """The values of a schema that lists them."""
     return [schema["const"]] if "const" in schema else _listed(schema["enum"]) if "enum" in schema else None
+
+
+def _hashable(value: Any) -> Hashable:
+    """Equal for equal values of JSON."""
+    match value:
+        case list():
+            return tuple(map(_hashable, value))
+        case dict():
+            return frozenset((name, _hashable(one)) for name, one in value.items())
+        case _:
+            return value  # type: ignore[no-any-return]
 
 
 def _types_of(value: Any) -> set[str]:
