@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
 from typing import assert_never
 
@@ -27,7 +28,7 @@ from engine.core.messages import (
     Shutdown,
     TokensEvent,
 )
-from engine.errors import CapacityError
+from engine.errors import CapacityError, InvalidRequest
 from engine.executor.executor import Executor, explained_out_of_memory
 from engine.executor.multiprocess import make_executor
 from engine.identity import compute_identity
@@ -176,10 +177,15 @@ class EngineCore:
                 assert_never(command)
 
     def await_grammars(self) -> None:
-        """Wait until the constraints of all requests are compiled. Raises InvalidRequest for one that cannot be."""
-        for request in self.scheduler.compiling.values():
-            if request.grammar is not None:
-                request.grammar.result()
+        """Wait until the constraints of all requests are compiled, at most `grammar_s`. Raises InvalidRequest for one
+        that cannot be; other failures, and requests that have waited too long, are events of the next step."""
+        waiting = self.scheduler.compiling.values()
+        grammars = {request.grammar for request in waiting if request.grammar is not None}
+        until_s = min((request.deadline for request in waiting if request.deadline is not None), default=0.0)
+        wait(grammars, timeout=max(0.0, until_s - time.monotonic()), return_when=FIRST_EXCEPTION)
+        for grammar in grammars:
+            if grammar.done() and isinstance(error := grammar.exception(), InvalidRequest):
+                raise error
 
     def step(self) -> list[Event]:
         """Compute one step, if there is work, and return the events since the last one."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine import SamplingParams
+from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
-from engine.errors import InvalidRequest
+from engine.errors import EngineError, InvalidRequest
 from engine.sampling import grammar
 from engine.sampling.constraints import Constraint
 from engine.sampling.grammar import GrammarCompiler, _Library
@@ -60,6 +60,23 @@ def test_a_request_whose_grammar_takes_too_long_ends(checkpoint: Path, monkeypat
     assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
     assert core.load.num_waiting == 0
     core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [(None, "the constraint was not compiled in time"), (OSError("the disk is gone"), "the disk is gone")],
+)
+def test_a_call_offline_waits_no_longer_for_its_grammars_than_a_request_that_is_served(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None, message: str
+) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "grammar_s": 0.0 if failure is None else 60.0}
+    llm = LLM(checkpoint, skip_tokenizer_init=True, **options)
+    gate = Gate(monkeypatch)
+    if failure is not None:
+        gate.future.set_exception(failure)
+    with pytest.raises(EngineError, match=message):
+        llm.generate([[1, 2]], SamplingParams(regex="ab", stop_token_ids=(END,)), use_tqdm=False)
+    assert llm.core.load.num_waiting == 0
 
 
 def test_constraints_that_no_request_waits_for_are_not_compiled(
