@@ -29,14 +29,25 @@ _REPLAYED = 256
 class IncrementalDetokenizer:
     """The text of one request's output; the beginning of a character is held back until `finish`. One caller at a time.
 
-    With a `prompt` the output is the text after the prompt's: a first word keeps the space before it. Without one it
-    equals `tokenizer.decode(ids)`.
+    With a `prompt` the output is the text after the prompt's: a first word keeps the space before it, and a character
+    that the prompt begins is completed. Without one it equals `tokenizer.decode(ids)`. A constrained output is the text
+    of its own bytes, whatever the prompt: so its grammar has read it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+        is_constrained: bool = False,
+    ) -> None:
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         table = tokenizer.token_bytes
-        self._stream: _ByteStream | _WindowStream = _ByteStream(table) if table else _WindowStream(tokenizer)
+        self._stream: _ByteStream | _WindowStream = _WindowStream(tokenizer)
+        if table is not None:
+            self._stream = _ByteStream(table, num_to_strip=0 if is_constrained else table.num_stripped)
+            prompt = () if is_constrained else prompt
         tail = [i for i in prompt[-2 * _MAX_PROMPT_TAIL :] if i not in tokenizer.special_ids][-_MAX_PROMPT_TAIL:]
         self._stream.push(tail)
 
@@ -54,10 +65,10 @@ class IncrementalDetokenizer:
 class _ByteStream:
     """For vocabularies whose tokens have bytes: constant time per token, at most three bytes held back."""
 
-    def __init__(self, table: TokenBytes) -> None:
+    def __init__(self, table: TokenBytes, *, num_to_strip: int) -> None:
         self._table = table
         self._pending = b""
-        self._num_to_strip = table.num_stripped
+        self._num_to_strip = num_to_strip
 
     def push(self, token_ids: Sequence[int]) -> str:
         return self._take(b"".join(map(self._table.of, token_ids)), final=False)
@@ -173,8 +184,12 @@ class OutputProcessor:
         self._params = params
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            skip = params.skip_special_tokens
-            self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, prompt=prompt)
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                prompt=prompt,
+                is_constrained=params.is_constrained,
+            )
         # Longest first: of two that end at the same character the longer one leaves less of itself in the text.
         self._matchers = [_Matcher(string) for string in sorted(set(params.stop), key=len, reverse=True)]
         self._held = ""

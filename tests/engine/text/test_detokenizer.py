@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.sampling.params import SamplingParams
+from engine.text.detokenizer import IncrementalDetokenizer, OutputProcessor
 from engine.text.token_bytes import decode_utf8
 from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import byte_fallback, byte_fallback_backend, byte_level, byte_level_backend, word_piece
@@ -89,6 +90,24 @@ def test_only_the_texts_own_first_space_is_stripped() -> None:
     prompt, output = tokenizer.encode("hello"), tokenizer.encode("world", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer, prompt=prompt)
     assert detokenizer.push(output) == " world"
+
+
+def test_a_constrained_text_begins_anew_behind_any_prompt() -> None:
+    """Its grammar knows nothing of the prompt."""
+    tokenizer = byte_level()
+    prompt, output = tokenizer.encode("\U0001f9d1")[:1], tokenizer.encode('{"a": "\U0001f9d1"}')
+    assert constrained(tokenizer, prompt, output) == '{"a": "\U0001f9d1"}'
+    # STEP: behind a prompt without a token of text the first space stays
+    tokenizer = byte_fallback()
+    bos, *output = tokenizer.encode("yes")
+    assert bos in tokenizer.special_ids
+    for prompt in ([bos], tokenizer.encode("hello")):
+        assert constrained(tokenizer, prompt, output) == " yes"
+
+
+def constrained(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
+    processor = OutputProcessor(tokenizer, SamplingParams(choice=("any",)), prompt=prompt)
+    return processor.push(output, finish_reason="length").text
 
 
 @settings(max_examples=50)
