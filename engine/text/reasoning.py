@@ -3,7 +3,8 @@
     start ─<think>, or the prompt ends with it─▶ thinking ─</think>─▶ rest, for the parser of tool calls if there is one
       └─anything else──────────────────────────────────────────────▶ rest
 
-As with tool calls the result is a function of the text alone. White space around both marks is dropped.
+As with tool calls the result is a function of the text alone. White space around both marks is dropped; before an exact
+answer, whose own white space counts, GAP alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from engine.text.tool_calls import HERMES, ChatDelta, ChatParser, overlap
 
 BEGIN, END = "<think>", "</think>"
+GAP = "\n\n"
+"""What models write between END and the answer."""
 CHAT_MARKS = frozenset({BEGIN, END, HERMES.mark, HERMES.end})
 """Text in every output, and allowed by constraints, also where a tokenizer lists them as special tokens."""
 
@@ -20,9 +23,11 @@ CHAT_MARKS = frozenset({BEGIN, END, HERMES.mark, HERMES.end})
 class ReasoningParser:
     """Divides the text of one choice into reasoning and the rest; a `ChatParser`."""
 
-    def __init__(self, rest: ChatParser | None, *, is_open: bool) -> None:
-        """`is_open`: the prompt ends with <think>. Without `rest` all that follows is content."""
+    def __init__(self, rest: ChatParser | None, *, is_open: bool, is_exact: bool = False) -> None:
+        """`is_open`: the prompt ends with <think>. Without `rest` all that follows is content. `is_exact`: a constraint
+        lets the answer begin behind GAP."""
         self._rest = rest
+        self._is_exact = is_exact
         self._buffer = ""
         self._state: Callable[[ChatDelta, bool], bool] = self._thinking if is_open else self._start
         self._is_blank = True
@@ -58,9 +63,11 @@ class ReasoningParser:
         return at >= 0
 
     def _gap(self, delta: ChatDelta, final: bool) -> bool:
-        self._buffer = self._buffer.lstrip()
-        if not self._buffer and not final:
+        is_over = not GAP.startswith(self._buffer) if self._is_exact else bool(self._buffer.strip())
+        if not (is_over or final):
             return False
+        answer = self._buffer.removeprefix(GAP) if self._is_exact else self._buffer.lstrip()
+        self._buffer = answer if is_over else ""
         self._state = self._others
         return True
 

@@ -23,7 +23,7 @@ from engine.sampling.json_schema import json_text, without_annotations
 from engine.sampling.params import SamplingParams
 from engine.sampling.structural_tag import CONTROL
 from engine.text.messages import parsed_arguments, short_id, template_id
-from engine.text.reasoning import BEGIN, END, ReasoningParser
+from engine.text.reasoning import BEGIN, END, GAP, ReasoningParser
 from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
 from protos.tandem.v1 import common_pb2, generation_pb2
 
@@ -36,7 +36,11 @@ _GAP: dict[str, Any] = {
     "type": "optional",
     "content": {"type": "or", "elements": [{"type": "const_string", "value": gap} for gap in _GAPS]},
 }
-"""Between the reasoning and a constrained answer. Beside a regular expression the masks of JSON would be slow."""
+"""Between the reasoning and JSON. Beside a regular expression the masks of JSON would be slow."""
+_EXACT_GAP = {"type": "const_string", "value": GAP}
+"""Before another constrained answer, which may begin with white space itself."""
+_EXACT = ("regex", "choice", "grammar", "structural_tag")
+"""The constraints whose white space is the client's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +255,16 @@ class ChatOutput:
     """Whether it may begin with reasoning."""
     is_thinking: bool = False
     """Whether the prompt ends in the middle of it."""
+    is_exact: bool = False
+    """Whether white space at the beginning of the answer belongs to it."""
+
+    @classmethod
+    def of(
+        cls, sampling: common_pb2.SamplingParams, tools: Tools | None, *, thinks: bool, is_thinking: bool
+    ) -> ChatOutput:
+        """The output of a chat with these parameters of the client, unchecked."""
+        is_exact = sampling.WhichOneof("constraint") in _EXACT and not (tools is not None and tools.is_required)
+        return cls(tools, thinks=thinks, is_thinking=is_thinking, is_exact=is_exact)
 
     def __bool__(self) -> bool:
         return self.tools is not None or self.thinks
@@ -262,14 +276,14 @@ class ChatOutput:
         if not self.thinks or not params.is_constrained:
             return params
         tag = {"type": "tag", "begin": "" if self.is_thinking else BEGIN, "content": {"type": "any_text"}, "end": END}
-        reasoning = {"type": "sequence", "elements": [tag, _GAP]}
+        reasoning = {"type": "sequence", "elements": [tag, _EXACT_GAP if self.is_exact else _GAP]}
         first = reasoning if self.is_thinking else {"type": "optional", "content": reasoning}
         return _with_format(params, {"type": "sequence", "elements": [first, _as_format(params)]})
 
     def parser(self, *, is_constrained: bool) -> ChatParser:
         rest = None if self.tools is None else self.tools.parser(is_constrained=is_constrained)
         if self.thinks:
-            return ReasoningParser(rest, is_open=self.is_thinking)
+            return ReasoningParser(rest, is_open=self.is_thinking, is_exact=self.is_exact)
         assert rest is not None, "a chat with neither tools nor reasoning is text"
         return rest
 

@@ -275,7 +275,7 @@ def _chat_output(
     if not model.thinks or model.tokenizer is None or not request.HasField("chat"):
         return ChatOutput(tools)
     end = model.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
-    return ChatOutput(tools, thinks=True, is_thinking=end.rstrip().endswith(BEGIN))
+    return ChatOutput.of(request.sampling, tools, thinks=True, is_thinking=end.rstrip().endswith(BEGIN))
 
 
 def _default_max_tokens(

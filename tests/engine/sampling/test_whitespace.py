@@ -157,3 +157,19 @@ def test_the_white_space_of_a_regular_expression_beside_json_is_its_own() -> Non
     matcher = GrammarMatcher(COMPILER.compile_structural_tag(constraint.source), override_stop_tokens=[END])
     assert not matcher.accept_string("[" + " " * (MAX_WHITESPACE + 1))
     assert matcher.accept_string("[" + " " * MAX_WHITESPACE + "]" + " " * 40)
+
+
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_behind_reasoning_the_grammar_and_the_parser_agree_where_the_answer_begins(is_thinking: bool) -> None:
+    chat, answers = ChatOutput(thinks=True, is_thinking=is_thinking, is_exact=True), (" yes", "\n\nno")
+    constraint = chat.constrained(check(choice=answers)).constraint
+    assert constraint is not None
+    compiled = COMPILER.compile_structural_tag(constraint.source)
+    begin = "" if is_thinking else "<think>"
+    for answer, gap in itertools.product(answers, ["", " ", "\n", "\n\n", "\n\n\n"]):
+        text = f"{begin}Hm. </think>{gap}{answer}"
+        matcher = GrammarMatcher(compiled, override_stop_tokens=[END])
+        accepts = matcher.accept_string(text) and matcher.accept_token(END)
+        assert accepts == (gap == "\n\n"), text
+        if accepts:
+            assert chat.parser(is_constrained=True).push(text, final=True).content == answer

@@ -21,9 +21,9 @@ from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, writ
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 
 
-def parsed(pieces: Sequence[str], *, is_open: bool) -> tuple[str, str, int]:
+def parsed(pieces: Sequence[str], *, is_open: bool, is_exact: bool = False) -> tuple[str, str, int]:
     """Reasoning, content and the number of calls."""
-    parser = ReasoningParser(ToolCallParser(HERMES, ["add"]), is_open=is_open)
+    parser = ReasoningParser(ToolCallParser(HERMES, ["add"]), is_open=is_open, is_exact=is_exact)
     deltas = [parser.push(piece, final=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
     names = [part.name for delta in deltas for part in delta.tool_calls if part.name]
     return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas), len(names)
@@ -49,6 +49,22 @@ def test_reasoning_comes_before_the_answer(text: str, is_open: bool, expected: t
     assert parsed([*text, ""], is_open=is_open) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<think>Hm.</think>\n\n yes", " yes"),
+        ("<think>Hm.</think>\n\n\n\nyes \n", "\n\nyes \n"),
+        ("<think>Hm.</think>\n\n", ""),
+        ("<think>Hm.</think>\n", ""),
+        ("<think>Hm.</think>", ""),
+        (" yes", " yes"),
+    ],
+)
+def test_an_exact_answer_keeps_its_white_space(text: str, content: str) -> None:
+    for pieces in ([text], [*text, ""]):
+        assert parsed(pieces, is_open=False, is_exact=True)[1] == content
+
+
 FRAGMENTS = st.sampled_from(["<think>", "</think>", "<", "</th", " ", "\n", "é🚲", "x", CALL])
 
 
@@ -56,11 +72,15 @@ FRAGMENTS = st.sampled_from(["<think>", "</think>", "<", "</th", " ", "\n", "é�
     text=st.lists(FRAGMENTS, max_size=10).map("".join),
     cuts=st.lists(st.integers(0, 120), max_size=8),
     is_open=st.booleans(),
+    is_exact=st.booleans(),
 )
-def test_reasoning_does_not_depend_on_how_the_text_is_divided(text: str, cuts: list[int], is_open: bool) -> None:
+def test_reasoning_does_not_depend_on_how_the_text_is_divided(
+    text: str, cuts: list[int], is_open: bool, is_exact: bool
+) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    assert parsed(pieces, is_open=is_open) == parsed([text], is_open=is_open)
+    switches = {"is_open": is_open, "is_exact": is_exact}
+    assert parsed(pieces, **switches) == parsed([text], **switches)
 
 
 @pytest.fixture(scope="module")

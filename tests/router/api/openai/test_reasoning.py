@@ -110,6 +110,30 @@ async def test_a_constraint_begins_behind_the_reasoning(run_http: RunHttp, tone:
         assert (tag["begin"], tag["end"]) == ("" if tone else "<think>", "</think>")
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize(
+    ("constraint", "answer"),
+    [
+        ({"choice": [" yes", " no"]}, " yes"),
+        ({"regex": "\n[a-z]+ "}, "\nyes "),
+        ({"grammar": 'root ::= "  " [a-z]+'}, "  yes"),
+        ({"structural_tag": {"type": "structural_tag", "format": {"type": "regex", "pattern": " +x"}}}, "  x"),
+    ],
+)
+async def test_the_white_space_of_a_constrained_answer_is_part_of_it(
+    run_http: RunHttp, constraint: dict[str, Any], answer: str, thinks: bool
+) -> None:
+    async with run_http(**writing(f"<think>{THOUGHT}</think>\n\n{answer}" if thinks else answer)) as http:
+        options = {"extra_body": {"structured_outputs": constraint}}
+        assert (await chat(http, **options)).choices[0].message.content == answer
+        events = [event async for event in await chat(http, stream=True, **options)]
+        assert "".join(event.choices[0].delta.content or "" for event in events) == answer
+        # STEP: what the grammar allows is what the parser takes apart
+        tag = json.loads(http.rig.decode[0].recorded("decode")[0].detail.request.sampling.structural_tag)
+        gap = tag["format"]["elements"][0]["content"]["elements"][1]
+        assert gap == {"type": "const_string", "value": "\n\n"}
+
+
 @pytest.mark.parametrize("thinking", ["default", "tool_use"])
 def test_one_of_the_models_templates_suffices(tmp_path: Path, thinking: str) -> None:
     templates = [
