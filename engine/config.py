@@ -15,6 +15,7 @@ LoadFormat = Literal["auto", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
 EngineKind = Literal["tandem", "vllm"]
 
+GRAMMAR_S = 60.0
 _LEAST = {
     "block_size": 1,
     "num_blocks": 2,
@@ -88,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of dummy weights."""
     max_held_fraction: float = 0.5
     """Fraction of the blocks that transfers may hold before new hand-over requests wait."""
-    grammar_s: float = 60.0
+    grammar_s: float = GRAMMAR_S
     """How long a request may wait until its constraint is compiled; then it ends with an error."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
     process_setup: str = ""

@@ -40,7 +40,7 @@ class HostGrammars:
     ) -> None:
         """`constraints`: those of all unfinished requests. `interrupt` is called before each question."""
         self._engine = engine
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._constraints = constraints
         self._interrupt = interrupt
         self._states: dict[Constraint, _State] = {}
@@ -51,7 +51,7 @@ class HostGrammars:
     async def compile(self, constraint: Constraint) -> tuple[str, ErrorKind] | None:
         """Until every worker has its grammar; or the error."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 while (problem := self._states.get(constraint)) is None:
                     if self._question is None or self._question.done():
                         self._question = asyncio.create_task(self._ask())

@@ -7,8 +7,7 @@
     every 250 ms: is vLLM paused? ─answered between two steps▶ the load is reported
 
 While vLLM computes a step, the host sends only reports that are not `answered`, as the built-in core does; when vLLM
-hangs it sends no others. When one of vLLM's processes ends, this one does: its instance's streams are resumed
-elsewhere, and its supervisor starts it anew.
+hangs it sends no others. When one of its processes ends, this one does: others resume its streams, and it is restarted.
 """
 
 from __future__ import annotations
@@ -220,7 +219,8 @@ class Host:
     def _add(self, request: EngineRequest) -> None:
         running = self._running[request.request_id] = _Running(request)
         if request.remote_kv is not None:
-            running.load = _Load(self._expire_in(request.remote_kv.reservation_s, running))
+            grammar_s = self._grammars.timeout_s if request.params.is_constrained else 0.0
+            running.load = _Load(self._expire_in(grammar_s + request.remote_kv.reservation_s, running))
         self._begin_limits.add(request)
         self._start(running)
 

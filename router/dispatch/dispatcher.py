@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from engine.config import GRAMMAR_S
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.admission.ticket import Slot, TooLate
 from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
@@ -184,7 +185,7 @@ class Dispatcher:
         decode_call.partner = prefill_call
         async with decode_call as decode, prefill_call as prefill:
             decode.start(request, self._transfer(prefill_at, hand_over.transfer_id))
-            await decode.reserved(self.disaggregation.reserve_timeout_s, self.disaggregation.reservation_s)
+            await decode.reserved(self.disaggregation.reserve_timeout_s, self._longest_reservation_s(flow))
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
                 await flow.guard.wait_probation(prefill_at.key)
@@ -312,6 +313,11 @@ class Dispatcher:
         instance = self.pools.instance(view.key)
         assert instance is not None, "a view is used in the same turn of the event loop in which it was taken"
         return instance
+
+    def _longest_reservation_s(self, flow: _Flow) -> float:
+        """Until a decode instance has reserved. It compiles a constraint first, and then counts the wait for room."""
+        grammar_s = GRAMMAR_S if flow.choice.request.params.is_constrained else 0.0
+        return grammar_s + self.disaggregation.reservation_s
 
     def _transfer(self, prefill: InstanceView, transfer_id: str) -> decode_pb2.TransferSource:
         return decode_pb2.TransferSource(

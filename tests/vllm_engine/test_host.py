@@ -17,7 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.core.messages import CoreMessage, EngineLoad, EngineRequest, Outputs, TokensEvent, TransferEvent
+from engine.core.messages import (
+    CoreMessage,
+    EngineLoad,
+    EngineRequest,
+    Outputs,
+    RemoteKV,
+    TokensEvent,
+    TransferEvent,
+)
 from engine.errors import InvalidRequest
 from engine.sampling.constraints import Constraint
 from engine.sampling.params import SamplingParams
@@ -187,6 +195,18 @@ async def test_a_request_whose_grammar_takes_too_long_ends(make_rig: Any) -> Non
     [event] = rig.events
     assert (event.error_kind, event.error) == ("no_room", "the constraint was not compiled in time")
     assert rig.vllm.received == []
+
+
+async def test_the_wait_for_a_grammar_takes_nothing_from_that_for_room(make_rig: Any) -> None:
+    rig, now = make_rig(grammar_s=60.0), asyncio.get_running_loop().time()
+    for request_id, regex in (("free", None), ("constrained", "[a-z]+")):
+        params = SamplingParams(max_tokens=4, regex=regex)
+        remote = RemoteKV(transfer_id=request_id, reservation_s=30.0)
+        rig.host._add(EngineRequest(request_id=request_id, prompt_token_ids=[1], params=params, remote_kv=remote))
+    free, constrained = (running.load.expires.when() - now for running in rig.host._running.values())
+    assert 30 <= free < 90 <= constrained
+    for running in rig.host._running.values():
+        running.load.expires.cancel()
 
 
 class _BusyVllm:

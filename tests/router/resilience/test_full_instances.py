@@ -53,6 +53,16 @@ async def test_after_its_longest_wait_for_room_a_request_goes_elsewhere(run: Run
         assert ejected(rig) == []
 
 
+async def test_the_wait_for_a_grammar_takes_nothing_from_that_for_room(run: Run) -> None:
+    """The instance counts each, and reports the request all the while."""
+    slow: dict[str, Any] = {**FULL, "reserve_s": 5 * PATIENT["reservation_s"]}
+    async with run(decode=decodes(Behaviour(**slow), busy()), disaggregation=PATIENT, ejection=AT_ONCE) as rig:
+        request = request_of()
+        request.sampling.regex = "[a-z]+"
+        assert (await rig.generate(request)).is_exactly(12)
+        assert [len(fake.recorded("decode")) for fake in rig.decode] == [1, 0]
+
+
 async def test_full_everywhere_is_overload_with_a_hint(run: Run) -> None:
     fakes = decodes(Behaviour(**FULL), busy(**FULL))
     async with run(decode=fakes, disaggregation=PATIENT, ejection=AT_ONCE) as rig:
