@@ -69,7 +69,7 @@ class StackServiceServicer(object):
         """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
 
         - INVALID_ARGUMENT: no such role.
-        - FAILED_PRECONDITION: the stack does not support this size or is stopping, or the pool has not `previous_size`.
+        - FAILED_PRECONDITION: the stack does not support this size or is stopping, or the pool has neither `previous_size` nor `size`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

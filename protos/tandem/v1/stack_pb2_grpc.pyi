@@ -25,7 +25,7 @@ class StackServiceStub:
     """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
 
     - INVALID_ARGUMENT: no such role.
-    - FAILED_PRECONDITION: the stack does not support this size or is stopping, or the pool has not `previous_size`.
+    - FAILED_PRECONDITION: the stack does not support this size or is stopping, or the pool has neither `previous_size` nor `size`.
     """
     TakeLead: _aio.UnaryUnaryMultiCallable[_stack_pb2.TakeLeadRequest, _stack_pb2.TakeLeadResponse]
     """Acquires or renews the lead: one router scales at a time.
@@ -56,7 +56,7 @@ class StackServiceServicer(metaclass=_abc_1.ABCMeta):
         """Starts or drains processes until the pool has the wanted size; answers as soon as that has begun.
 
         - INVALID_ARGUMENT: no such role.
-        - FAILED_PRECONDITION: the stack does not support this size or is stopping, or the pool has not `previous_size`.
+        - FAILED_PRECONDITION: the stack does not support this size or is stopping, or the pool has neither `previous_size` nor `size`.
         """
 
     @_abc_1.abstractmethod
