@@ -46,6 +46,8 @@ from kv_transfer.transfer.connector import parse_options
 
 T = TypeVar("T")
 _NEARLY_FULL = 0.9
+_ANSWERED_S = 0.01
+"""For an answer that has come, or else does not."""
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _log = logging.getLogger(__name__)
 
@@ -206,7 +208,7 @@ class RedisStore:
 
         def read(connection: PageConnection, deadline: float) -> tuple[bool | Exception, bytes | ErrorReply | None]:
             outcome = _read_page(connection, deadline, buffers, num_bytes, check)
-            return outcome, self._read_extended(connection, deadline) if is_extended else None
+            return outcome, self._read_extended(connection) if is_extended else None
 
         outcome, extended = self._exchange(self._readers, [request], read, num_read_bytes=num_bytes)
         if _reason(outcome) == "masterdown" or (outcome is False and _reason(extended) == "readonly"):
@@ -285,14 +287,15 @@ class RedisStore:
         self._outages.note_answer()
         return answer
 
-    def _read_extended(self, connection: PageConnection, deadline: float) -> bytes | ErrorReply | None:
-        """The answer to PEXPIRE, which comes after the page. READONLY of a replica: the page lives as long as it was
-        to. None: the server is paused for writes; for a while pages are only read."""
-        if not self._is_paused:
-            try:
-                return connection.read_status(deadline)
-            except (TimeoutError, BlockingIOError):
-                self._paused_until_s = time.monotonic() + self._options.breaker_retry_s
+    def _read_extended(self, connection: PageConnection) -> bytes | ErrorReply | None:
+        """The answer to PEXPIRE, which comes after the page, in a time of its own: the page may have been late.
+        READONLY of a replica: the page lives as long as it was to. None: the server is paused for writes; for a while
+        pages are only read."""
+        wait_s = _ANSWERED_S if self._is_paused else self._options.timeout_s
+        try:
+            return connection.read_status(time.monotonic() + wait_s)
+        except (TimeoutError, BlockingIOError):
+            self._paused_until_s = time.monotonic() + self._options.breaker_retry_s
         connection.disconnect()  # type: ignore[no-untyped-call]  # the answer may still come
         return None
 

@@ -260,6 +260,52 @@ def test_reads_prolong_a_pages_life_again_after_a_pause(own_server: RedisServer)
     store.close()
 
 
+ONE_RECEIVE = bytes(4096 - len(HEADER) - len(b"$4087\r\n\r\n"))
+"""With its header a page of which the first receive has all, and none of the answer that follows it."""
+
+
+def test_a_late_page_is_not_a_paused_server(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that ends just in time leaves no time to the answer about its life."""
+    store = RedisStore(options_of(own_server, breaker_retry_s=3600.0, ttl_s=1000.0))
+    store.put(key_of(1), (HEADER, ONE_RECEIVE))
+    late_s = 0.0
+    clock = time.monotonic
+
+    def run_late() -> None:
+        nonlocal late_s
+        late_s = 100.0
+
+    monkeypatch.setattr("kv_transfer.stores.redis.connection.time.monotonic", lambda: clock() + late_s)
+    buffers = bytearray(len(HEADER)), bytearray(len(ONE_RECEIVE))
+    assert store.get_into(key_of(1), buffers, lambda: None)
+    before = connections(own_server)
+    assert store.get_into(key_of(1), buffers, run_late)
+    own_server.run("PEXPIRE", name_of(key_of(1)), 500_000)
+    assert store.get_into(key_of(1), buffers, lambda: None)
+    left_ms = own_server.run("PTTL", name_of(key_of(1)))
+    assert isinstance(left_ms, int)
+    assert left_ms > 900_000
+    assert connections(own_server) == before
+    store.close()
+
+
+def test_a_read_that_was_answered_before_a_pause_keeps_its_connection(own_server: RedisServer) -> None:
+    """Another one finds the pause meanwhile."""
+    store = RedisStore(options_of(own_server, timeout_s=2.5, breaker_retry_s=3600.0, num_connections=2))
+    store.put(key_of(1), (HEADER, ONE_RECEIVE))
+    store.connect()
+    before = connections(own_server)
+
+    def pause_and_read() -> None:
+        Paused().begin(own_server)
+        assert store.get_into(key_of(1), (bytearray(len(HEADER)), bytearray(len(ONE_RECEIVE))), lambda: None)
+
+    assert store.get_into(key_of(1), (bytearray(len(HEADER)), bytearray(len(ONE_RECEIVE))), pause_and_read)
+    wait_until(lambda: connections(own_server) < before, within_s=10.0)  # that of the other read is closed
+    assert len(before - connections(own_server)) == 1
+    store.close()
+
+
 def test_restarted_server_is_detected(own_server: RedisServer) -> None:
     store = RedisStore(options_of(own_server))
     store.put(key_of(1), (HEADER, PAGE))
