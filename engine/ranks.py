@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
@@ -226,6 +227,9 @@ def _shaped(slot: torch.Tensor, like: torch.Tensor, *shape: int) -> torch.Tensor
     return slot[: math.prod(shape) * like.element_size()].view(like.dtype).view(shape)
 
 
+_MEETING_POLL_S = 0.01
+_CONNECT_S = 60.0
+"""For ranks that have met."""
 _OPERATION_S = 3600.0
 """Longer than any step. A rank that ends closes its connections before."""
 
@@ -233,7 +237,7 @@ _OPERATION_S = 3600.0
 @dataclass
 class ProcessGroup:
     """Some ranks of an engine in torch.distributed. They meet in the inherited file `fd`, and connect at their first
-    exchange: then all have loaded their parts, and none waits for one that could not. Used by one thread."""
+    exchange, when all have come to it: none waits in the library for one that could not. Used by one thread."""
 
     name: str
     """Of the group in the file."""
@@ -242,26 +246,40 @@ class ProcessGroup:
     """In the group."""
     size: int
     device: torch.device
+    check: Callable[[], None]
+    """Raises RankLost once another rank has ended; called while this one waits for them."""
     _backend: Any = None
 
     def connect(self) -> Any:
-        """NCCL on CUDA, which no GPU has run (docs/gpu.md); gloo on CPU. Both on this host alone."""
+        """NCCL on CUDA, which no GPU has run (docs/gpu.md); gloo on CPU. Both on this host alone. Raises RankLost."""
         distributed: Any = torch.distributed
         file = distributed.FileStore(f"/proc/self/fd/{self.fd}")
         store, timeout = distributed.PrefixStore(self.name, file), datetime.timedelta(seconds=_OPERATION_S)
+        self._meet(store)
         if self.device.type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return distributed.ProcessGroupNCCL(store, self.rank, self.size, options)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return distributed.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        backend = distributed.ProcessGroupGloo(store, self.rank, self.size, datetime.timedelta(seconds=_CONNECT_S))
+        backend._set_default_timeout(timeout)
+        return backend
+
+    def _meet(self, store: Any) -> None:
+        """Until all ranks of the group are here. The library's own wait cannot be ended."""
+        store.set(f"here {self.rank}", "")
+        while not store.check([f"here {rank}" for rank in range(self.size)]):
+            self.check()
+            time.sleep(_MEETING_POLL_S)
 
     def run(self, start: Callable[[Any], Any]) -> None:
-        """An exchange: `start` begins it with the backend. Raises RankLost."""
+        """An exchange: `start` begins it with the backend. Raises RankLost, torch.OutOfMemoryError."""
         try:
             self._backend = self._backend or self.connect()
             start(self._backend).wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RankLost(f"another rank has ended: {str(error).splitlines()[0]}") from error
 

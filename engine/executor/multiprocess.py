@@ -1,7 +1,7 @@
 """The executor of several ranks: one in the core's process, a worker process for every other.
 
     Start ─▶ all load ─▶ Ready of each ─▶ AllocateKV ─▶ Ready ─▶ steps ─▶ shutdown: the pipes end, the workers exit
-      └─ at any time from here on: a worker ends or is stopped ─▶ all are killed ─▶ RankLost
+      └─ at any time from here on: a worker ends or is stopped ─▶ all are killed ─▶ RankLost, with its error if any
 
 A step goes to all ranks at once. Each stage waits for the hidden states of the one before it, and the core's rank, of
 the last stage, ends the step: then every rank has written its keys and values. A large step is divided into
@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -91,6 +92,11 @@ class _Worker:
         except (EOFError, OSError):
             return None
 
+    def error(self) -> str | None:
+        """With which it has ended a step. None: it has not, or without one."""
+        answer = self.answer() if self.pipe.poll() else None
+        return None if answer is None else answer.error
+
     def kill(self) -> None:
         """Idempotent."""
         if self.process.poll() is None:
@@ -137,7 +143,8 @@ class MultiprocessExecutor:
             if self._groups_fd is None:
                 self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
             else:
-                self._model = load_distributed_part(config, model_config, self._part, self._groups_fd)
+                check = partial(_check, weakref.ref(self))
+                self._model = load_distributed_part(config, model_config, self._part, self._groups_fd, check)
             self._wait_ready()
         except BaseException:
             self.shutdown()
@@ -198,9 +205,13 @@ class MultiprocessExecutor:
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
         """What the core's rank leaves in the middle, as by Ctrl-C, the others continue with: they would exchange
-        tensors of this step with those of the next one."""
+        tensors of this step with those of the next one. Raises RankLost, with the error of a rank that has one."""
         try:
             yield
+        except RankLost as error:
+            errors = [f"rank {worker.rank}: {text}" for worker in self._workers if (text := worker.error()) is not None]
+            self._lost = errors[0] if errors else self._lost or str(error)
+            raise RankLost(self._lost) from error
         except BaseException as error:
             self._lost = self._lost or f"a step has ended with {error!r}; start the engine again"
             raise
@@ -213,7 +224,7 @@ class MultiprocessExecutor:
         problems = [problem for worker in self._workers if (problem := worker.problem()) is not None]
         if not problems or self._closing.is_set():
             return False
-        self._lost = problems[0]
+        self._lost = self._lost or problems[0]
         for worker in self._workers:
             worker.kill()
         self._wake()
@@ -251,6 +262,12 @@ class MultiprocessExecutor:
                 worker.pipe.send_bytes(encoded)
             except OSError as error:
                 raise RankLost(self._lost or f"rank {worker.rank} has ended: {error.strerror}") from error
+
+
+def _check(reference: weakref.ref[MultiprocessExecutor]) -> None:
+    """For the wait of the core's rank, which keeps no executor alive. Raises RankLost."""
+    if (executor := reference()) is not None:
+        executor.check()
 
 
 def _watch(reference: weakref.ref[MultiprocessExecutor], closing: threading.Event) -> None:

@@ -43,7 +43,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The answer once the model is loaded and once its KV memory is allocated, or why it is not."""
+    """The answer once the model is loaded and once its KV memory is allocated, or why it is not. Later: why the rank
+    ends."""
 
     error: str | None = None
 
@@ -59,6 +60,7 @@ def main() -> None:
     set_up_process(start.config)
     with start_up_heap():
         place_process(start.config, start.rank)
+        from engine.executor.executor import explained_out_of_memory
         from engine.executor.step import Message
         from engine.executor.worker import Worker
         from engine.ranks import RankLost
@@ -71,10 +73,11 @@ def main() -> None:
     _answer(pipe, Ready())
     decoder = msgspec.msgpack.Decoder(Message)
     try:
-        worker.handle(decoder.decode(pipe.recv_bytes()))  # AllocateKV
-        _answer(pipe, Ready())
-        while True:
-            worker.handle(decoder.decode(pipe.recv_bytes()))
+        with explained_out_of_memory():
+            worker.handle(decoder.decode(pipe.recv_bytes()))  # AllocateKV
+            _answer(pipe, Ready())
+            while True:
+                worker.handle(decoder.decode(pipe.recv_bytes()))
     except CapacityError as error:
         _answer(pipe, Ready(str(error)))
     except (EOFError, ConnectionError, RankLost):

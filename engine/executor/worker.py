@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -25,6 +28,7 @@ from engine.ranks import (
     Ends,
     OneRank,
     ProcessGroup,
+    RankLost,
     SharedMemoryRanks,
     SocketStages,
 )
@@ -39,11 +43,14 @@ def load_part(config: EngineConfig, model_config: ModelConfig, part: Part, ends:
     return load_model(model_config, config, part=part, ranks=ranks, stages=SocketStages(ends.before, ends.after))
 
 
-def load_distributed_part(config: EngineConfig, model_config: ModelConfig, part: Part, groups_fd: int) -> Decoder:
-    """The same where each rank has memory of its own. The ranks meet in the file `groups_fd`."""
+def load_distributed_part(
+    config: EngineConfig, model_config: ModelConfig, part: Part, groups_fd: int, check: Callable[[], None]
+) -> Decoder:
+    """The same where each rank has memory of its own. The ranks meet in the file `groups_fd`. `check` raises RankLost
+    once another rank has ended."""
     size, device = part.parallelism.tensor_parallel_size, torch.device(config.device)
-    every = ProcessGroup("all", groups_fd, part.rank, part.parallelism.num_ranks, device)
-    stage = ProcessGroup(f"stage {part.stage}", groups_fd, part.tensor_rank, size, device)
+    every = ProcessGroup("all", groups_fd, part.rank, part.parallelism.num_ranks, device, check)
+    stage = ProcessGroup(f"stage {part.stage}", groups_fd, part.tensor_rank, size, device, check)
     ranks = DistributedRanks(stage) if size > 1 else OneRank()
     return load_model(model_config, config, part=part, ranks=ranks, stages=DistributedStages(every, size))
 
@@ -85,6 +92,12 @@ def forward_part(
     return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
 
 
+def _check_core(pid: int) -> None:
+    """Of a rank that the core's process `pid` has started, and kills if another one is lost."""
+    if os.getppid() != pid:
+        raise RankLost(f"the core's process {pid} has ended")
+
+
 class Worker:
     """A rank in a process of its own: computes what the core's process sends. Keeps the last step's hidden states."""
 
@@ -101,7 +114,8 @@ class Worker:
         self._hidden: torch.Tensor
         if start.groups_fd is not None:
             use_own_gpu(config, start.rank)
-            self._model = load_distributed_part(config, model_config, self._part, start.groups_fd)
+            check = partial(_check_core, os.getppid())
+            self._model = load_distributed_part(config, model_config, self._part, start.groups_fd, check)
             return
         ends = Ends(
             {rank: socket.socket(fileno=fd) for rank, fd in start.peer_fds.items()},

@@ -4,8 +4,10 @@ no wait for a rank that ended."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,7 +104,7 @@ def test_a_stage_that_ends_is_noticed_at_once() -> None:
 def three_groups() -> Iterator[list[ProcessGroup]]:
     """The ends of three ranks in torch.distributed."""
     fd = os.memfd_create("groups")
-    yield [ProcessGroup("stage 0", fd, rank, 3, torch.device("cpu")) for rank in range(3)]
+    yield [ProcessGroup("stage 0", fd, rank, 3, torch.device("cpu"), lambda: None) for rank in range(3)]
     os.close(fd)
 
 
@@ -145,3 +147,29 @@ def test_hidden_states_go_on_without_shared_memory_until_a_rank_ends(three_group
     three_groups.clear()
     with pytest.raises(RankLost, match="another rank has ended"):
         DistributedRanks(waiting).sum(sent)
+
+
+def test_a_rank_that_has_ended_before_it_connects_is_not_waited_for(three_groups: list[ProcessGroup]) -> None:
+    lost = threading.Event()
+
+    def check() -> None:
+        if lost.is_set():
+            raise RankLost("rank 1 ended")
+
+    waiting = replace(three_groups[0], check=check)
+    with ThreadPoolExecutor(1) as threads:
+        sum_ = threads.submit(DistributedRanks(waiting).sum, torch.ones(2))
+        assert not wait([sum_], timeout=0.1).done
+        lost.set()
+        with pytest.raises(RankLost, match="rank 1 ended"):
+            sum_.result()
+
+
+def test_no_memory_for_an_exchange_is_not_the_end_of_another_rank(three_groups: list[ProcessGroup]) -> None:
+    def start(backend: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    group = three_groups[0]
+    group._backend = object()  # connected
+    with pytest.raises(torch.OutOfMemoryError):
+        group.run(start)

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import gc
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,41 @@ def test_the_error_of_a_rank_that_cannot_load_is_not_hidden_by_the_end_of_others
     monkeypatch.setattr("engine.executor.multiprocess._start_worker", start_worker)
     with pytest.raises(EngineError, match="rank 1: cannot read config"):
         engine_of(checkpoint, pipeline=3)
+    assert rank_processes() == []
+
+
+FULL_GPU = """
+import torch
+from engine.executor import process, worker
+
+def forward_part(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...")
+
+worker.forward_part = forward_part
+process.main()
+"""
+"""A rank's process whose first step finds no memory on its GPU."""
+
+
+@pytest.mark.parametrize(
+    "shares_memory", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a memory each", "shared"]
+)
+def test_a_rank_without_memory_for_its_first_step_ends_the_start_with_its_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, shares_memory: bool
+) -> None:
+    """With a memory each, the core's rank waits meanwhile for the connection, which the other one never makes."""
+    popen = subprocess.Popen
+
+    def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        python, _, _, fd = argv
+        return popen((python, "-c", FULL_GPU, fd), **options)
+
+    monkeypatch.setattr("engine.executor.multiprocess.shares_memory", lambda config: shares_memory)
+    monkeypatch.setattr("engine.executor.multiprocess.subprocess.Popen", start)
+    with pytest.raises(
+        EngineError, match=r"rank 1: the GPU has no memory left: CUDA .* 2\.00 GiB; .* lower max_num_batched_tokens"
+    ):
+        engine_of(checkpoint, tensor=2)
     assert rank_processes() == []
 
 
