@@ -9,7 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from engine.core.messages import ErrorKind
+
 _FILE = "failed_requests"
+_Failure = tuple[str, ErrorKind | None]
+_NOTHING_ALLOWED: _Failure = "its parameters or its constraint exclude every token", "nothing_allowed"
+_NOT_FINITE: _Failure = "the model's logits are not finite: no token can be sampled", None
 
 
 class FailureLog:
@@ -18,9 +23,10 @@ class FailureLog:
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def add(self, request_id: str) -> None:
-        """One short write, which the system does not divide."""
-        os.write(self._fd, f"{request_id}\n".encode())
+    def add(self, request_id: str, *, is_finite: bool) -> None:
+        """`is_finite`: so were the model's logits, before the request's parameters changed them. One short write, which
+        the system does not divide."""
+        os.write(self._fd, f"{request_id} {int(is_finite)}\n".encode())
 
 
 class FailedRequests:
@@ -29,15 +35,16 @@ class FailedRequests:
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / _FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._num_read = 0
-        self._ids: set[str] = set()
+        self._failures: dict[str, _Failure] = {}
 
-    def take(self, request_id: str) -> bool:
-        """Whether this request has failed."""
+    def take(self, request_id: str) -> _Failure | None:
+        """The error of this request, if it has failed."""
         if os.fstat(self._fd).st_size > self._num_read:
             text = os.pread(self._fd, os.fstat(self._fd).st_size - self._num_read, self._num_read)
             self._num_read += len(text)
-            self._ids.update(text.decode().split())
-        return bool(self._ids) and request_id in self._ids
+            for failed_id, is_finite in (line.split() for line in text.decode().splitlines()):
+                self._failures[failed_id] = _NOTHING_ALLOWED if is_finite == "1" else _NOT_FINITE
+        return self._failures.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        self._ids.discard(request_id)
+        self._failures.pop(request_id, None)

@@ -287,9 +287,8 @@ class Host:
         self._interrupt()
         async with aclosing(outputs):
             async for output in outputs:
-                if self._failed.take(request.request_id):
-                    what = "its parameters exclude every token, or the model's logits are not finite"
-                    return self._fail(request, what, "nothing_allowed")
+                if failure := self._failed.take(request.request_id):
+                    return self._fail(request, *failure)
                 if running.load is not None:
                     await running.load.ended.wait()
                 event = tokens_event(

@@ -68,11 +68,12 @@ class PositionSampling(LogitsProcessor):
         if not rows:
             return logits
         requests = [self._rows[row].update() for row in rows]
+        best = logits.amax(dim=-1)  # before the requests' parameters change them
         sampled = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], requests).token_ids
         for row, request in zip(rows, requests, strict=True):
             token_id = sampled.get(request.request_id)
             if token_id is None:
-                self._failures.add(request.request_id)
+                self._failures.add(request.request_id, is_finite=math.isfinite(best[row]))
                 token_id = 0
             logits[row, token_id] = math.inf
         return logits
