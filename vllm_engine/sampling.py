@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 
 from engine import failpoints
 from engine.sampling import sampler
+from engine.sampling.grammar import warm_up_masks
 from engine.scheduling.request import Request
 from vllm_engine.arguments import FOLDER
 from vllm_engine.failures import FailureLog
@@ -54,6 +55,7 @@ class PositionSampling(LogitsProcessor):
         self._grammars = worker_grammars(Path(model.model), model.get_vocab_size())
         self._failures = FailureLog(Path(os.environ[FOLDER]))
         self._rows: dict[int, _Row] = {}
+        self._is_warm = False
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -67,6 +69,9 @@ class PositionSampling(LogitsProcessor):
         rows = [row for row in sorted(self._rows) if row < len(logits)]
         if not rows:
             return logits
+        if not self._is_warm:  # in the host's warm-up, whose logits are those of all requests
+            warm_up_masks(logits)
+            self._is_warm = True
         requests = [self._rows[row].update() for row in rows]
         best = logits.amax(dim=-1)  # before the requests' parameters change them
         sampled = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], requests).token_ids
