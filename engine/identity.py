@@ -1,7 +1,7 @@
 """Identity of the model that an engine computes with, which must be equal for two instances to exchange KV.
 
-It consists of digests of all that shapes the computation (weights, config, tokenizer, dtype, page layout); the
-fingerprint is the digest of them all and part of every block hash and page. Free of torch.
+It consists of the engine's version and digests of all that shapes the computation (weights, config, tokenizer, dtype,
+page layout); the fingerprint is the digest of them all and part of every block hash and page. Free of torch.
 
 Digests of weights are cached per user by real path, size, mtime, ctime and inode, so that a start does not read 140
 GB again. A cache that is missing, damaged or not trusted is ignored, and the digests are computed again.
@@ -26,6 +26,11 @@ import msgspec
 from engine.config import LoadFormat
 from engine.errors import EngineError
 from engine.kv_layout import LAYOUT_VERSION, PageLayout
+
+COMPUTATION_VERSION = 1
+"""Of what this engine makes of a checkpoint: KV, logits, sampled ids. Raised by each change of them beyond rounding, so
+that stores and peers of a release that computed something else are not read, and no answer continues there."""
+ENGINE = f"tandem/{COMPUTATION_VERSION}"
 
 # Keys of config.json that do not change the computation. dtype is a field of the identity.
 _IGNORED_KEYS = frozenset(
@@ -68,9 +73,9 @@ _SETTLED_NS = 2_000_000_000
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What must be equal for KV to be exchanged; the fields of the proto's Identity. Digests are SHA-256 in hex."""
 
-    engine: str = "tandem"
-    """This engine, and transformers' version where that computes; or another's name, version and whatever else decides
-    its numerics."""
+    engine: str = ENGINE
+    """This engine with its COMPUTATION_VERSION, and transformers' version where that computes; or another's name,
+    version and whatever else decides its numerics."""
     weights_digest: str
     config_digest: str
     tokenizer_digest: str
@@ -100,7 +105,7 @@ def compute_identity(
     layout: PageLayout,
     load_format: LoadFormat,
     seed: int,
-    engine: str = "tandem",
+    engine: str = ENGINE,
     backend: str = "native",
     quantization: str = "none",
 ) -> ModelIdentity:

@@ -14,7 +14,7 @@ import pytest
 
 from engine import identity
 from engine.errors import EngineError
-from engine.identity import ModelIdentity, compute_identity
+from engine.identity import COMPUTATION_VERSION, ENGINE, ModelIdentity, compute_identity
 from engine.kv_layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, dtype="float32")
@@ -64,8 +64,16 @@ def test_copies_have_equal_identities(folder: Path, tmp_path: Path) -> None:
 
 def test_another_backend_is_another_identity(folder: Path) -> None:
     mismatches = identify(folder).mismatches(identify(folder, backend="transformers"))
-    assert mismatches[0] == ("engine", "tandem", f"tandem, transformers {metadata.version('transformers')}")
+    assert mismatches[0] == ("engine", ENGINE, f"{ENGINE}, transformers {metadata.version('transformers')}")
     assert {name for name, _, _ in mismatches} == {"engine", "fingerprint"}
+
+
+def test_the_version_of_the_computation_is_part_of_the_identity(folder: Path) -> None:
+    """Of both backends: transformers' attention, KV and sampler are this engine's."""
+    assert identify(folder).engine == f"tandem/{COMPUTATION_VERSION}"
+    assert identify(folder, backend="transformers").engine.startswith(f"tandem/{COMPUTATION_VERSION}, ")
+    later = identify(folder, engine=f"tandem/{COMPUTATION_VERSION + 1}")
+    assert {name for name, _, _ in identify(folder).mismatches(later)} == {"engine", "fingerprint"}
 
 
 def test_another_version_of_the_backend_is_another_identity(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

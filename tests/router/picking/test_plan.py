@@ -179,7 +179,7 @@ def test_always_without_a_prefill_instance_is_no_plan_and_says_why() -> None:
     assert found.disaggregation.decision is Decision.REFUSE
 
 
-ENGINES = {name: replace(IDENTITY, engine=name) for name in ("tandem", "vllm 0.32.0", "vllm 0.33.0")}
+ENGINES = {name: replace(IDENTITY, engine=name) for name in ("tandem/1", "tandem/2", "vllm 0.32.0", "vllm 0.33.0")}
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [*itertools.permutations(ENGINES, 2)])
@@ -196,8 +196,8 @@ def test_a_client_is_sent_both_engines_where_they_keep_all_instances_apart(ours:
 
 
 def test_engines_are_not_the_reason_where_an_equal_instance_is_unavailable_too() -> None:
-    mine, other = view("decode", identity=ENGINES["tandem"]), view("prefill", "p", identity=ENGINES["vllm 0.32.0"])
-    equal = view("prefill", "equal", identity=ENGINES["tandem"])
+    mine, other = view("decode", identity=ENGINES["tandem/1"]), view("prefill", "p", identity=ENGINES["vllm 0.32.0"])
+    equal = view("prefill", "equal", identity=ENGINES["tandem/1"])
     for prefill in ([replace(other, out="draining")], [other, equal]):
         excluded = frozenset(one.key for one in prefill)
         found = make_plan([mine], prefill, choice(), excluded, DisaggregationSettings(mode="always"), random.Random(0))

@@ -363,7 +363,15 @@ async def test_mismatches_of_processes_that_have_ended_are_forgotten(run: Run) -
 VLLM = "vllm 0.32.0, CPUModelRunner, CPU_ATTN, KV float32"
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("tandem", VLLM), (VLLM, "tandem"), (VLLM, VLLM.replace("32", "33"))])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("tandem/1", VLLM),
+        (VLLM, "tandem/1"),
+        (VLLM, VLLM.replace("32", "33")),
+        ("tandem/1", "tandem/2"),
+    ],
+)
 async def test_pools_of_different_engines_or_versions_are_named_and_never_paired(
     run: Run, caplog: pytest.LogCaptureFixture, ours: str, theirs: str
 ) -> None:
