@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
 from router.autoscaler.decide import Hold, ScaleDecision, balance, decide_now
-from router.autoscaler.observation import SETTLED_S, Observer, ProcessCounts, counts_of, router_signals_of, samples_of
+from router.autoscaler.observation import Observer, ProcessCounts, counts_of, router_signals_of, samples_of
 from router.pools.instance_info import ROLES, Role
 from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
@@ -111,7 +111,7 @@ class ExternalScaler:
         settings = self.observer.settings
         policy = settings.prefill if role == "prefill" else settings.decode
         samples = tuple(samples_of(role, self.observer.safeguards))
-        return counts_of(samples, settled_s=min(SETTLED_S, policy.warm_up_s))
+        return counts_of(samples, policy.warm_up_s)
 
     def _is_active(self) -> bool:
         return self.observer.idle_s() < self.active_s

@@ -50,9 +50,8 @@ class InstanceSample(NamedTuple):
         return self.state == "ready" and self.view is not None and self.view.out is not None
 
 
-SETTLED_S = 10.0
-"""From an instance's readiness here until it counts in sizes that are compared with Kubernetes': a rollout begins to
-drain its predecessor once Kubernetes has seen it ready too."""
+_SETTLED_S = 10.0
+_BEFORE_WARM_S = 5.0
 
 
 class ProcessCounts(NamedTuple):
@@ -184,8 +183,11 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
     )
 
 
-def counts_of(samples: Sequence[InstanceSample], settled_s: float) -> ProcessCounts:
-    """`settled_s`: the seconds from which a ready instance counts as such."""
+def counts_of(samples: Sequence[InstanceSample], warm_up_s: float) -> ProcessCounts:
+    """A ready instance counts as such once a rollout that adds it has begun to drain its predecessor, and before it is
+    warm: 5 s before, or after 10 s if that is later and it is warm no sooner. A rollout drains the predecessor when
+    Kubernetes has seen it ready too, and minReadySeconds have passed, by which `warm_up_s` is to be longer."""
+    settled_s = max(warm_up_s - _BEFORE_WARM_S, min(_SETTLED_S, warm_up_s))
     ready = [one.view for one in samples if one.state == "ready" and one.view is not None]
     num_ending = sum(sample.state in ENDING for sample in samples)
     num_ready = sum(view.up_s >= settled_s for view in ready)

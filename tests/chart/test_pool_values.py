@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from helm.rendering import Manifest, check_settings, render
+from router.autoscaler.settings import DecodePolicy
+from router.pools import discovery
 from tests.chart.rendered import COMPONENTS, deployment
 from tests.chart.started import Read
 
+POOLS = ("prefill", "decode")
 NUM_THREADS = "TANDEM_ENGINE__NUM_THREADS"
 
 
@@ -126,3 +129,43 @@ def test_a_pool_that_is_recreated_has_no_rolling_update() -> None:
     objects = render({"instance": {"strategy": rolling}, "pools": {"decode": {"strategy": {"type": "Recreate"}}}})
     assert deployment(objects, "decode")["spec"]["strategy"] == {"type": "Recreate"}
     assert deployment(objects, "prefill")["spec"]["strategy"] == rolling
+
+
+CACHED_S = 30
+"""A cluster's DNS keeps an answer for at most as long (CoreDNS as kubeadm configures it)."""
+
+
+@pytest.mark.parametrize("interval_s", [None, 20])
+def test_an_old_instance_drains_when_routers_have_resolved_its_successor(interval_s: int | None, read: Read) -> None:
+    """With surge 1 and one instance, requests would be rejected until then."""
+    own = {} if interval_s is None else {"router": {"settings": {"pools": {"dns_interval_s": interval_s}}}}
+    objects = checked(own)
+    longest_s = read(objects, "router")[0].pools.dns_interval_s * (1 + discovery._JITTER) + CACHED_S
+    for pool in POOLS:
+        assert deployment(objects, pool)["spec"]["minReadySeconds"] > longest_s
+    assert "minReadySeconds" not in deployment(objects, "router")["spec"]
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds"),
+    [
+        ({"discovery": "endpoints"}, (None, None)),
+        ({"pools": {"decode": {"strategy": {"type": "Recreate"}}}}, (40, None)),
+        ({"instance": {"minReadySeconds": 9}, "pools": {"decode": {"minReadySeconds": 0}}}, (9, None)),
+        ({"instance": {"minReadySeconds": 9}, "pools": {"decode": {"minReadySeconds": None}}}, (9, 40)),
+        ({"router": {"settings": {"pools": {"dns_interval_s": 3600}}}}, (240, 240)),
+    ],
+)
+def test_pools_wait_as_long_as_they_need(values: dict[str, Any], seconds: tuple[int | None, int | None]) -> None:
+    specs = [deployment(checked(values), pool)["spec"] for pool in POOLS]
+    assert tuple(spec.get("minReadySeconds") for spec in specs) == seconds
+    assert all(spec["progressDeadlineSeconds"] > spec.get("minReadySeconds", 0) for spec in specs)
+
+
+def test_keda_does_not_count_what_a_rollout_adds_meanwhile(read: Read) -> None:
+    keda = {"autoscaling": {"mode": "external", "keda": {"enabled": True}}}
+    usual_s = DecodePolicy().warm_up_s
+    policies = read(checked({**keda, "pools": {"decode": {"minReadySeconds": 55}}}), "router")[0].autoscaler
+    assert (policies.prefill.warm_up_s, policies.decode.warm_up_s) == (usual_s + 40, usual_s + 55)
+    for values in ({**keda, "discovery": "endpoints"}, {"autoscaling": {"mode": "builtin"}}):
+        assert read(checked(values), "router")[0].autoscaler.decode.warm_up_s == usual_s

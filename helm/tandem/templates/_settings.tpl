@@ -76,6 +76,12 @@ ipFamilyPolicy: SingleStack
 {{- else if $root.Values.autoscaling.keda.enabled -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
 {{- $_ := set $decided.signals "active_s" (mul 3 $root.Values.autoscaling.keda.pollingSeconds) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $spec := include "tandem.pool" (dict "root" $root "component" $role) | fromYaml -}}
+{{- with include "tandem.minReadySeconds" (dict "root" $root "component" $role "spec" $spec) | int -}}
+{{- $_ := set (index $decided.autoscaler $role) "warm_up_s" (add 15 .) -}}
+{{- end -}}
+{{- end -}}
 {{- $bounds := $root.Values.autoscaling -}}
 {{- $splits := eq (dig "disaggregation" "mode" "auto" .spec.settings) "always" -}}
 {{- if or (eq (int $bounds.decode.minReplicas) 0) (and $splits (eq (int $bounds.prefill.minReplicas) 0)) -}}

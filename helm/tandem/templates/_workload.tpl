@@ -20,6 +20,9 @@ spec:
   replicas: {{ .replicas }}
   {{- end }}
   revisionHistoryLimit: 5
+  {{- with include "tandem.minReadySeconds" . | int }}
+  minReadySeconds: {{ . }}
+  {{- end }}
   progressDeadlineSeconds: {{ include "tandem.startDeadline" . }}
   strategy:
     {{- toYaml (.spec.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
@@ -51,6 +54,18 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
       volumes: {{- include "tandem.volumes" . | nindent 8 }}
+{{- end -}}
+
+{{/*
+How long a new instance is ready before an old one drains: until every router has resolved its name anew, which takes an interval and a fifth, and 30 s where the DNS caches its answer. EndpointSlices tell
+of it before it is ready, and with Recreate no old one is left.
+*/}}
+{{- define "tandem.minReadySeconds" -}}
+{{- if eq .component "router" -}}0
+{{- else if hasKey .spec "minReadySeconds" -}}{{ .spec.minReadySeconds | int }}
+{{- else if or (ne .root.Values.discovery "dns") (eq (dig "type" "" (.spec.strategy | default dict)) "Recreate") -}}0
+{{- else -}}{{ min 240 (add 34 (ceil (mulf 1.2 (dig "pools" "dns_interval_s" 5 .root.Values.router.settings)))) }}
+{{- end -}}
 {{- end -}}
 
 {{/* The chart's volumes, then the user's. */}}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from router.autoscaler.decide import ScaleDecision, decide_now
-from router.autoscaler.observation import SETTLED_S, InstanceSample, counts_of
+from router.autoscaler.observation import InstanceSample, counts_of
 from router.autoscaler.settings import DecodePolicy
 from tests.router.autoscaler.builders import NUM_SEQS, instance, pool, starting
 
@@ -27,9 +27,10 @@ Load = Callable[[int], int]
 """Requests at a time in seconds."""
 
 
-def decided(samples: Sequence[InstanceSample]) -> ScaleDecision:
-    counts = counts_of(samples, SETTLED_S)
-    return decide_now(pool(*samples, size=counts.num_ready, policy=POLICY), POLICY, counts.num_present)
+def decided(samples: Sequence[InstanceSample], min_ready_s: float = 0.0) -> ScaleDecision:
+    policy = POLICY.model_copy(update={"warm_up_s": POLICY.warm_up_s + min_ready_s})
+    counts = counts_of(samples, policy.warm_up_s)
+    return decide_now(pool(*samples, size=counts.num_ready, policy=policy), policy, counts.num_present)
 
 
 def running(*loads: int) -> list[InstanceSample]:
@@ -115,6 +116,7 @@ class Deployment:
     pods: list[Pod]
     rolls_at_s: float = math.inf
     crash: InstanceSample | None = None
+    min_ready_s: int = 0
 
     def advance(self, at_s: int, ordered: int) -> None:
         rolls = at_s >= self.rolls_at_s
@@ -123,7 +125,7 @@ class Deployment:
         is_replacing = rolls and not all(one.is_new for one in staying)
         if len(staying) < ordered + is_replacing:
             self.pods.append(Pod(f"decode-{at_s}", rolls, at_s + self.start_s))
-        elif is_replacing and sum(self.serves(one, at_s) for one in staying) > ordered:
+        elif is_replacing and sum(self.serves(one, at_s - self.min_ready_s) for one in staying) > ordered:
             next(one for one in staying if not one.is_new).end_s = at_s + DRAIN_S
         elif len(staying) > ordered + is_replacing:
             max(staying, key=lambda one: one.ready_s).end_s = at_s
@@ -152,7 +154,7 @@ def orders_of(deployment: Deployment, load: Load, seconds: int, first_sync_s: in
     for at_s in range(seconds):
         deployment.advance(at_s, hpa.ordered)
         if at_s % SYNC_S == first_sync_s:
-            decision = decided(deployment.samples(at_s, load(at_s)))
+            decision = decided(deployment.samples(at_s, load(at_s)), deployment.min_ready_s)
             hpa.sync(at_s, decision.new_size if decision.hold is None else None, len(deployment.pods))
     return [order for order, before in zip(hpa.orders, [0, *hpa.orders], strict=False) if order != before]
 
@@ -162,19 +164,22 @@ def old_pods(number: int) -> list[Pod]:
 
 
 @pytest.mark.parametrize("first_sync_s", range(SYNC_S))
+@pytest.mark.parametrize("min_ready_s", [0, 40])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_rollout_leaves_the_size_as_it_is(size: int, first_sync_s: int) -> None:
+def test_a_rollout_leaves_the_size_as_it_is(size: int, min_ready_s: int, first_sync_s: int) -> None:
     """At a load at which one instance more would be kept as well."""
-    deployment = Deployment(40, old_pods(size), rolls_at_s=30)
+    deployment = Deployment(40, old_pods(size), rolls_at_s=30, min_ready_s=min_ready_s)
     assert orders_of(deployment, lambda _: 7 * size, 900, first_sync_s) == [size]
     assert all(pod.is_new for pod in deployment.pods)
 
 
+@pytest.mark.parametrize("min_ready_s", [0, 40])
 @pytest.mark.parametrize("start_s", [30, 700])
-def test_a_growing_pool_keeps_what_starts_while_its_load_is_high(start_s: int) -> None:
+def test_a_growing_pool_keeps_what_starts_while_its_load_is_high(start_s: int, min_ready_s: int) -> None:
     """Also where the load needs fewer than at first, and the starts take longer than an HPA's window."""
-    assert orders_of(Deployment(start_s, old_pods(4)), lambda at_s: 28 if at_s < 60 else 39, 150) == [4, 6]
-    deployment = Deployment(start_s, old_pods(4))
+    deployment = Deployment(start_s, old_pods(4), min_ready_s=min_ready_s)
+    assert orders_of(deployment, lambda at_s: 28 if at_s < 60 else 39, 150) == [4, 6]
+    deployment = Deployment(start_s, old_pods(4), min_ready_s=min_ready_s)
     assert orders_of(deployment, lambda at_s: 28 if at_s < 60 else 39 if at_s < 100 else 31, 1800) == [4, 6]
     assert len(deployment.pods) == 6
 
