@@ -19,7 +19,7 @@ from serving.settings import Settings
 CHART = Path(__file__).resolve().parent / "tandem"
 NOTES = "NOTES.txt"
 TREES: dict[str, type[Settings]] = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
-_SETTINGS_SUFFIX = "-settings"
+SETTINGS_ANNOTATION = "tandem/settings"
 _DEFAULT = "default"
 _CONTEXT_LINES = 2
 _KUSTOMIZE_RELEASE = "tandem"
@@ -60,19 +60,25 @@ def render(values: dict[str, Any], *, release: str = "on", namespace: str = "def
 
 
 def check_settings(objects: Sequence[Manifest]) -> None:
-    """Raises ValueError, which names the ConfigMap and the setting, where a service would not start with its file.
+    """Raises ValueError, which names the Deployment and the setting, where a service would not start with its settings.
 
     The schema refuses wrong settings of a user; this sees wrong ones of the chart, before a pod does.
     """
     for one in objects:
-        name = one["metadata"]["name"]
-        if one["kind"] != "ConfigMap" or not name.endswith(_SETTINGS_SUFFIX):
+        text = settings_text(one) if one["kind"] == "Deployment" else None
+        if text is None:
             continue
-        tree = TREES[name.removesuffix(_SETTINGS_SUFFIX).rpartition("-")[2]]
+        name = one["metadata"]["name"]
         try:
-            tree(**yaml.safe_load(one["data"]["settings.yaml"]))
+            TREES[name.rpartition("-")[2]](**yaml.safe_load(text))
         except ValidationError as error:
-            raise ValueError(f"ConfigMap {name}: {error}") from error
+            raise ValueError(f"Deployment {name}: {error}") from error
+
+
+def settings_text(deployment: Manifest) -> str | None:
+    """The settings file of its pods; None: they have none."""
+    annotations: dict[str, str] = deployment["spec"]["template"]["metadata"].get("annotations", {})
+    return annotations.get(SETTINGS_ANNOTATION)
 
 
 def ci_files() -> dict[str, Path]:

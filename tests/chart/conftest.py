@@ -19,8 +19,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     """Settings of a component, and how it was started. Raises click.UsageError as `python -m …` would."""
 
     def read_one(objects: tuple[Manifest, ...] | list[Manifest], component: str, **pod: str) -> tuple[Any, Started]:
-        spec = deployment(objects, component)["spec"]["template"]["spec"]
-        process = started(spec, objects, tmp_path, **pod)
+        process = started(deployment(objects, component)["spec"]["template"], objects, tmp_path, **pod)
         for name in [name for name in os.environ if name.startswith("TANDEM_")]:
             monkeypatch.delenv(name)
         for name, value in process.environment.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from helm.rendering import CHART, Manifest, ci_files, read_values, render
+from helm.rendering import CHART, Manifest, ci_files, read_values, render, settings_text
 
 NAMES = tuple(ci_files())
 EXAMPLES = {path.stem: path for path in sorted((CHART / "examples").glob("*.yaml"))}
@@ -46,6 +46,13 @@ def deployment(objects: tuple[Manifest, ...] | list[Manifest], component: str) -
     """The Deployment of one component."""
     (found,) = (one for one in of_kind(objects, "Deployment") if component_of(one) == component)
     return found
+
+
+def settings_of_pods(objects: tuple[Manifest, ...] | list[Manifest], component: str) -> str:
+    """The settings file of one component."""
+    text = settings_text(deployment(objects, component))
+    assert text is not None
+    return text
 
 
 @dataclass(frozen=True)

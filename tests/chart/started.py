@@ -35,8 +35,10 @@ class Started:
         return False
 
 
-def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip: str = "10.1.2.3") -> Started:
-    """The pod's first container; what `objects` has of its maps is written to `folder`, where arguments then look."""
+def started(template: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip: str = "10.1.2.3") -> Started:
+    """The first container of a pod; what `objects` has of its maps, and its own annotations, are written to `folder`,
+    where arguments then look."""
+    spec = template["spec"]
     container = spec["containers"][0]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
@@ -46,7 +48,7 @@ def started(spec: Manifest, objects: Sequence[Manifest], folder: Path, *, pod_ip
         environment[variable["name"]] = _VARIABLE.sub(lambda found: environment[found[1]], value)
     args = list(container["args"])
     for path, volume in mounts.items():
-        if "configMap" in volume and _write(volume["configMap"]["name"], objects, folder):
+        if _write(volume, template["metadata"], objects, folder):
             args = [arg.replace(f"{path}/", f"{folder}/") for arg in args]
     return Started(container["command"], args, environment, mounts)
 
@@ -62,9 +64,16 @@ def _by_downward_api(source: dict[str, Any], container: dict[str, Any], pod_ip: 
     return str(-(-int(amount[:-1]) // 1000) if amount.endswith("m") else int(amount))
 
 
-def _write(name: str, objects: Sequence[Manifest], folder: Path) -> bool:
-    """False for a map that is not the release's own."""
-    found = [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name]
-    for file, text in ((file, text) for one in found for file, text in one["data"].items()):
+def _write(volume: dict[str, Any], metadata: dict[str, Any], objects: Sequence[Manifest], folder: Path) -> bool:
+    """False for a volume that is neither a map of the release's own nor of annotations."""
+    texts: dict[str, str] = {}
+    if "configMap" in volume:
+        name = volume["configMap"]["name"]
+        found = [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == name]
+        texts = {file: text for one in found for file, text in one["data"].items()}
+    for item in volume.get("downwardAPI", {}).get("items", ()):
+        name = item["fieldRef"]["fieldPath"].removeprefix("metadata.annotations['").removesuffix("']")
+        texts[item["path"]] = metadata["annotations"][name]
+    for file, text in texts.items():
         (folder / file).write_text(text)
-    return bool(found)
+    return bool(texts)

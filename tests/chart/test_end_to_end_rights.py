@@ -27,7 +27,7 @@ from router.pools.discovery import Target, parse_targets
 from router.pools.instance_info import Role
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.verbs import mark_deleted
-from tests.chart.rendered import NAMESPACE, deployment, manifests, of_kind, released
+from tests.chart.rendered import NAMESPACE, deployment, manifests, of_kind, released, settings_of_pods
 
 RELEASE = "on-tandem"
 LEASE = f"{RELEASE}-autoscaler"
@@ -39,8 +39,7 @@ TIMEOUT_S = 60.0
 
 def settings_of(name: str) -> RouterSettings:
     """What the chart tells the router."""
-    maps = {one["metadata"]["name"]: one for one in of_kind(manifests(name), "ConfigMap")}
-    return RouterSettings(**yaml.safe_load(maps[f"{RELEASE}-router-settings"]["data"]["settings.yaml"]))
+    return RouterSettings(**yaml.safe_load(settings_of_pods(manifests(name), "router")))
 
 
 @dataclass

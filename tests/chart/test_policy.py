@@ -42,7 +42,7 @@ FIXED_SIZES = {
 OTHER_VOLUMES = {"oci": {"image"}}
 """By ci/ file: kinds of volumes that older versions of the restricted profile do not name."""
 PINNED = re.compile(r".+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})")
-RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+RESTRICTED_VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "secret"}
 READY = {
     "router": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     "prefill": prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
@@ -482,7 +482,7 @@ def _references(pod: Pod) -> Iterator[tuple[str, str]]:
 
 def test_these_checks_see_a_wrong_pod() -> None:
     """The maps and references above are really looked into."""
-    wrong = copy.deepcopy(deployment(manifests("default"), "decode"))
+    wrong = copy.deepcopy(deployment(manifests("secure"), "decode"))
     wrong["spec"]["template"]["metadata"]["labels"]["team"] = True
     assert any(value is True for found in _maps(wrong) for value in found.values())
     (pod,) = pods([wrong])

@@ -9,7 +9,7 @@ import pytest
 from helm.rendering import Manifest, check_settings, render
 from router.autoscaler.settings import DecodePolicy
 from router.pools import discovery
-from tests.chart.rendered import COMPONENTS, deployment
+from tests.chart.rendered import COMPONENTS, deployment, settings_of_pods
 from tests.chart.started import Read
 
 POOLS = ("prefill", "decode")
@@ -72,9 +72,8 @@ def test_a_pool_without_the_limits_or_requests_of_all(what: str, workers: int) -
     objects = checked({"instance": instance, "pools": pools, "connector": {"name": "null"}})
     assert container(objects, "prefill")["resources"] == instance["resources"]
     assert container(objects, "decode")["resources"].keys() == {"limits", "requests"} - {what}
-    (settings,) = (one for one in objects if one["metadata"]["name"] == "on-tandem-decode-settings")
     threads = {"limits": 2, "requests": 4}[what]
-    assert (f"num_threads: {threads}" in settings["data"]["settings.yaml"]) is (workers == 2)
+    assert (f"num_threads: {threads}" in settings_of_pods(objects, "decode")) is (workers == 2)
 
 
 @pytest.mark.parametrize(("owner", "component"), [("instance", "prefill"), ("pool", "decode"), ("router", "router")])

@@ -10,7 +10,7 @@ from helm_python import HelmError, lint
 
 from helm.rendering import CHART, ci_files, read_values, render
 from helm.values import documented
-from tests.chart.rendered import NAMES
+from tests.chart.rendered import NAMES, settings_of_pods
 
 VLLM: dict[str, Any] = {"engine": "vllm", "image": {"tag": "0.1.0-vllm"}}
 ISSUER = {"certManager": {"issuerRef": {"name": "private-ca"}}}
@@ -194,9 +194,13 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"router": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
         "extraVolumes of router: a name is there twice",
     ),
-    "the checksum": (
-        {"router": {"podAnnotations": {"checksum/settings": "x"}}},
-        "podAnnotations of router: the chart sets checksum/settings",
+    "the settings": (
+        {"router": {"podAnnotations": {"tandem/settings": "x"}}},
+        "podAnnotations of router: the chart sets tandem/settings",
+    ),
+    "settings that no pod could keep": (
+        {"router": {"settings": {"admission": {"tenants": {f"tenant-{i}": {"max_requests": 8} for i in range(5000)}}}}},
+        "settings of router: they are",
     ),
     "a rollout that cannot": (
         {"instance": {"strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": "0%"}}}},
@@ -296,7 +300,7 @@ def test_the_charts_own_name_is_refused_for_redis_too_and_another_releases_is_no
 
 
 def test_every_refusal_of_the_templates_is_tested() -> None:
-    texts = [(CHART / "templates" / name).read_text() for name in ("_validate.tpl", "_engine.tpl")]
+    texts = [(CHART / "templates" / name).read_text() for name in ("_validate.tpl", "_engine.tpl", "_workload.tpl")]
     assert sum(text.count("fail ") for text in texts) == len(REFUSED_BY_TEMPLATE)
 
 
@@ -372,8 +376,8 @@ def test_every_value_has_a_line_above_it() -> None:
 def test_numbers_of_bytes_stay_whole() -> None:
     """Helm reads every number as a float; a template that prints one writes 1.7179869184e+10."""
     values = {"instance": {"settings": {"engine": {"kv_cache_bytes": 68_719_476_736}}}}
-    texts = [str(one["data"]) for one in render(values) if one["kind"] == "ConfigMap"]
-    assert sum("kv_cache_bytes: 68719476736" in text for text in texts) == 2
+    texts = [settings_of_pods(render(values), pool) for pool in ("prefill", "decode")]
+    assert all("kv_cache_bytes: 68719476736" in text for text in texts)
 
 
 def _empty(values: dict[str, Any]) -> dict[str, Any]:

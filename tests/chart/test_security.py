@@ -87,7 +87,7 @@ def test_routers_certificate_has_every_name_that_clients_call_it_by(read: Read) 
 @pytest.mark.parametrize("name", sorted(ENCRYPTED))
 def test_helm_test_shows_what_the_router_asks_for(name: str, tmp_path: Path, read: Read) -> None:
     (pod,) = (one for one in pods(manifests(name)) if component_of(one.owner) == "test")
-    process = started(pod.spec, manifests(name), tmp_path)
+    process = started(pod.owner, manifests(name), tmp_path)
     settings, _ = read(manifests(name), "router")
     with generate_command.make_context("generate", process.args):
         shown = given_credentials(None)

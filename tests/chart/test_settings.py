@@ -10,7 +10,7 @@ import pytest
 from helm_python import HelmError
 
 from engine.text.tokenizer import Tokenizer
-from helm.rendering import TREES, Manifest, check_settings, render
+from helm.rendering import SETTINGS_ANNOTATION, TREES, Manifest, check_settings, render
 from instance.config import InstanceSettings, engine_config
 from kv_transfer.nixl.connector import NixlOptions
 from kv_transfer.stores.files import SharedStorageOptions
@@ -328,9 +328,22 @@ def test_a_collector_gets_the_spans_of_every_component(component: str, read: Rea
 def test_a_wrong_setting_is_seen(read: Read) -> None:
     """Or the tests above prove nothing: one that got past the schema is refused by the parser."""
     objects = render({})
-    (settings,) = (one for one in objects if one["metadata"]["name"] == "on-tandem-decode-settings")
-    settings["data"]["settings.yaml"] += "sever: {port: 1}\n"
+    metadata = deployment(objects, "decode")["spec"]["template"]["metadata"]
+    metadata["annotations"][SETTINGS_ANNOTATION] += "sever: {port: 1}\n"
     with pytest.raises(click.UsageError, match=r"unknown setting sever; did you mean server\?"):
         read(objects, "decode")
-    with pytest.raises(ValueError, match=r"(?s)ConfigMap on-tandem-decode-settings: .*sever"):
+    with pytest.raises(ValueError, match=r"(?s)Deployment on-tandem-decode: .*sever"):
         check_settings(objects)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_pod_of_an_earlier_revision_keeps_its_settings(component: str, read: Read) -> None:
+    """One that restarts during a rollout, or comes back by `kubectl rollout undo`, beside the later revision's
+    objects."""
+    earlier, later = (
+        render({"model": {"source": "hub", "hub": {"id": "a/b", "revision": revision * 40}}}) for revision in "12"
+    )
+    settings, _ = read(earlier, component)
+    assert settings != read(later, component)[0]
+    mixed = [one for one in later if one["kind"] != "Deployment"] + of_kind(earlier, "Deployment")
+    assert read(mixed, component)[0] == settings

@@ -13,7 +13,7 @@ from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.helm_client import Helm
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import PaperRuntime
-from tests.chart.rendered import component_of, deployment, manifests, of_kind, pods
+from tests.chart.rendered import COMPONENTS, component_of, deployment, manifests, of_kind, pods, settings_of_pods
 
 
 def test_an_image_with_the_model_is_mounted_by_routers_and_instances() -> None:
@@ -25,8 +25,8 @@ def test_an_image_with_the_model_is_mounted_by_routers_and_instances() -> None:
         (mount,) = (one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "model")
         assert mount == {"name": "model", "mountPath": "/models", "readOnly": True}
         assert "initContainers" not in spec
-    maps = "".join(one["data"].get("settings.yaml", "") for one in of_kind(objects, "ConfigMap"))
-    assert maps.count("/models/models/llama\n") == 3
+    texts = "".join(settings_of_pods(objects, component) for component in COMPONENTS)
+    assert texts.count("/models/models/llama\n") == 3
     values = {
         "model": {"source": "oci", "oci": {"reference": "quay.io/models/a:1"}},
         "global": {"imageRegistry": "mirror"},

@@ -275,8 +275,8 @@
 {{- fail (printf "resources of %s: with a limit of %s alone the engine would use the CPU; set instance.gpu.count=1 instead, which sets the limit too" $where .resource) -}}
 {{- end -}}
 {{- end -}}
-{{- if hasKey .spec.podAnnotations "checksum/settings" -}}
-{{- fail (printf "podAnnotations of %s: the chart sets checksum/settings itself; name yours differently" $where) -}}
+{{- if hasKey .spec.podAnnotations "tandem/settings" -}}
+{{- fail (printf "podAnnotations of %s: the chart sets tandem/settings itself; name yours differently" $where) -}}
 {{- end -}}
 {{- $rolling := dig "rollingUpdate" dict (.spec.strategy | default dict) -}}
 {{- if and (has (toString $rolling.maxSurge) (list "0" "0%")) (has (toString $rolling.maxUnavailable) (list "0" "0%")) -}}

@@ -11,6 +11,9 @@ The Deployment of one component, the same for router and pools:
 */}}
 {{- define "tandem.deployment" -}}
 {{- $settings := fromYaml .settings -}}
+{{- if gt (len .settings) 131072 -}}
+{{- fail (printf "settings of %s: they are %d bytes long, and an annotation of the pods keeps at most 131072; shorten them" .component (len .settings)) -}}
+{{- end -}}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
@@ -33,7 +36,9 @@ spec:
       labels:
         {{- include "tandem.podLabels" (merge (dict "labels" .spec.podLabels) .) | nindent 8 }}
       annotations:
-        checksum/settings: {{ sha256sum .settings | quote }}
+        # Here, so that each revision keeps its own: a pod of the old one that restarts during a rollout reads what it began with, and a rollback restores it.
+        tandem/settings: |
+          {{- .settings | nindent 10 }}
         # Nothing in them must outlive a pod, so a cluster autoscaler may remove the node.
         {{- if not (hasKey .spec.podAnnotations "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes") }}
         cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes: "tmp,cache,shm,model"
@@ -71,7 +76,7 @@ of it before it is ready, and with Recreate no old one is left.
 {{/* The chart's volumes, then the user's. */}}
 {{- define "tandem.volumes" -}}
 - name: settings
-  configMap: {name: {{ include "tandem.name" (merge (dict "suffix" (printf "%s-settings" .component)) .) }}}
+  downwardAPI: {items: [{path: settings.yaml, fieldRef: {fieldPath: "metadata.annotations['tandem/settings']"}}]}
 - name: tmp
   emptyDir: {sizeLimit: {{ .spec.scratchSize | quote }}}
 - name: cache
@@ -333,16 +338,6 @@ spec:
     {{- if .root.Values.metrics.enabled }}
     - {name: metrics, port: {{ .root.Values.metrics.port }}, targetPort: metrics}
     {{- end }}
-{{- end -}}
-
-{{- define "tandem.settingsMap" -}}
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  {{- include "tandem.metadata" (merge (dict "suffix" (printf "%s-settings" .component)) .) | nindent 2 }}
-data:
-  settings.yaml: |
-    {{- .settings | nindent 4 }}
 {{- end -}}
 
 {{- define "tandem.disruptionBudget" -}}

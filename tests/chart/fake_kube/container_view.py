@@ -1,9 +1,9 @@
 """What a container sees of its pod and of the cluster, laid out in a folder of this machine.
 
-A process has no file system and no DNS of its own here. So each volume is a folder, and wherever the pod's spec or a
-ConfigMap names a path below a mount, or a Service with its port, `View.local` puts the folder or the Service's address
-in its place. What a program opens without having been told (/dev/shm, /proc) is this machine's; `TMPDIR` leads it to
-the pod's own /tmp.
+A process has no file system and no DNS of its own here. So each volume is a folder, and wherever the pod's spec, its
+annotations or a ConfigMap name a path below a mount, or a Service with its port, `View.local` puts the folder or the
+Service's address in its place. What a program opens of itself (/dev/shm, /proc) is this machine's;
+`TMPDIR` leads it to the pod's own /tmp.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class View:
             place = self._volume(volumes[mount["name"]], folder, own) / mount.get("subPath", "")
             self._mounts[mount["mountPath"].rstrip("/")] = place
         for mount in mounts:
-            if "configMap" in volumes[mount["name"]]:
-                self._write_map(volumes[mount["name"]]["configMap"], own / mount["name"])
+            self._write_texts(volumes[mount["name"]], own / mount["name"])
 
     def local(self, text: str) -> str:
         """`text` with this machine's paths and addresses, put in at one pass."""
@@ -97,10 +96,7 @@ class View:
 
     def _told(self, source: Object) -> str:
         if "fieldRef" in source:
-            found: Any = self._pod
-            for part in source["fieldRef"]["fieldPath"].split("."):
-                found = found[part]
-            return str(found)
+            return self._field(source["fieldRef"]["fieldPath"])
         if "resourceFieldRef" in source:
             which, _, resource = source["resourceFieldRef"]["resource"].partition(".")
             return _amount(str(self._container["resources"][which][resource]))
@@ -111,6 +107,14 @@ class View:
         reference = source["configMapKeyRef"]
         found = self._node.store.get("ConfigMap", reference["name"], self._namespace)
         return str(found["data"][reference["key"]])
+
+    def _field(self, path: str) -> str:
+        """Of the pod: status.podIP, metadata.annotations['NAME']."""
+        place, _, key = path.partition("['")
+        found: Any = self._pod
+        for part in place.split("."):
+            found = found[part]
+        return str(found[key.removesuffix("']")] if key else found)
 
     def _account_mount(self) -> dict[str, Path]:
         spec = self._pod["spec"]
@@ -125,13 +129,20 @@ class View:
         place.mkdir(exist_ok=True)
         if "secret" in volume:
             self._write_secret(volume["secret"], place)
-        elif not {"emptyDir", "configMap"} & volume.keys():
+        elif not {"emptyDir", "configMap", "downwardAPI"} & volume.keys():
             raise NotImplementedError(f"no such volume here: {volume}")
         return place
 
-    def _write_map(self, source: Object, place: Path) -> None:
-        found = self._node.store.get("ConfigMap", source["name"], self._namespace)
-        for name, text in _files(source, found).items():
+    def _write_texts(self, volume: Object, place: Path) -> None:
+        """The files of a ConfigMap or of the downward API; of other volumes nothing."""
+        texts: dict[str, str] = {}
+        if "configMap" in volume:
+            source = volume["configMap"]
+            texts = _files(source, self._node.store.get("ConfigMap", source["name"], self._namespace))
+        elif "downwardAPI" in volume:
+            items = volume["downwardAPI"]["items"]
+            texts = {item["path"]: self._field(item["fieldRef"]["fieldPath"]) for item in items}
+        for name, text in texts.items():
             (place / name).write_text(self.local(text))
 
     def _write_secret(self, source: Object, place: Path) -> None:

@@ -97,6 +97,9 @@ def _encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+NOTE_PATH = "metadata.annotations['a/note']"
+
+
 async def test_paths_below_mounts_lead_to_the_volumes(kube: ProcessKube) -> None:
     kube.store.create(
         {
@@ -115,18 +118,22 @@ async def test_paths_below_mounts_lead_to_the_volumes(kube: ProcessKube) -> None
         {"name": "key", "secret": {"secretName": "s", "defaultMode": 0o400, "items": [{"key": "k", "path": "k2"}]}},
         {"name": "model", "persistentVolumeClaim": {"claimName": "c"}},
         {"name": "tmp", "emptyDir": {}},
+        {"name": "own", "downwardAPI": {"items": [{"path": "note", "fieldRef": {"fieldPath": NOTE_PATH}}]}},
     ]
     mounts = [
         {"name": "settings", "mountPath": "/etc/settings"},
         {"name": "key", "mountPath": "/etc/key"},
         {"name": "model", "mountPath": "/models"},
         {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "own", "mountPath": "/etc/own"},
     ]
     first = {"name": "first", "image": "", "command": ["sh", "-c", "echo before > /tmp/left"], "volumeMounts": mounts}
-    script = "cat /models/a /etc/settings/file /etc/key/k2 /tmp/left; stat -c %a /etc/key/k2; echo $TMPDIR"
-    found = pod(script, never=True, volumes=volumes, volumeMounts=mounts, initContainers=[first])
+    script = "cat /models/a /etc/settings/file /etc/key/k2 /tmp/left; stat -c %a /etc/key/k2; cat /etc/own/note; "
+    found = pod(f"{script} echo $TMPDIR", never=True, volumes=volumes, volumeMounts=mounts, initContainers=[first])
+    found["metadata"]["annotations"] = {"a/note": "of /models\n"}
     told = await written(kube, found)
     assert told.startswith(f"weights{kube.claim_folder('c')}/a and /models-otherx" + "before\n400\n")
+    assert f"\nof {kube.claim_folder('c')}\n" in told
     assert told.endswith("/tmp\n")
     assert not Path("/tmp/left").exists()
 
