@@ -38,7 +38,7 @@ MADE_BY: tuple[dict[str, Any], ...] = (
 """Values with which the pages' objects exist."""
 _TOOLS = re.compile(r"\b(helm|kubectl|docker) ")
 _WAITING = {"--wait": 0, "--timeout": 1, "--namespace": 1, "-n": 1}
-_VALUES = {"--set": 1, "-f": 1, "--reuse-values": 0, "--create-namespace": 0, "--server-side": 1}
+_VALUES = {"--set": 1, "-f": 1, "--reset-then-reuse-values": 0, "--create-namespace": 0, "--server-side": 1}
 HELM: dict[str, dict[str, int]] = {
     "install": {**_WAITING, **_VALUES},
     "upgrade": {**_WAITING, **_VALUES, "--install": 0},
@@ -281,6 +281,7 @@ def test_commands_have_options_that_exist_and_name_what_the_chart_makes() -> Non
     [
         ("helm", "upgrade tandem helm/tandem -n llm --set autoscaling.mode=hpa"),
         ("helm", "upgrade tandem helm/tandem --waits"),
+        ("helm", "upgrade tandem helm/tandem --reuse-values"),  # with a later chart its new values would be missing
         ("kubectl", "-n llm get lease tandem-scaler"),
         ("kubectl", "-n llm get podz"),
         ("kubectl", "-n llm logs deployment/tandem-decode -c models"),
