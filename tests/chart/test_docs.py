@@ -3,6 +3,7 @@ kubectl and docker has options that exist and names what the chart makes."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -20,7 +21,7 @@ from helm_python import HelmError
 from helm.rendering import CHART, Manifest, read_values, render
 from tests.chart import kubectl
 from tests.chart.fake_kube.kinds import KINDS
-from tests.chart.rendered import EXAMPLES, deployment, of_kind
+from tests.chart.rendered import EXAMPLES, component_of, deployment, of_kind
 from tests.test_docs import commands
 
 ROOT = CHART.parents[1]
@@ -178,14 +179,41 @@ def options_of(words: list[str], known: dict[str, int]) -> tuple[list[str], dict
 def as_values(assignments: str) -> dict[str, Any]:
     """Of `--set`."""
     values: dict[str, Any] = {}
-    for one in assignments.split(","):
-        path, _, value = one.partition("=")
+    for one in re.split(r"(?<!\\),", assignments):
+        path, _, value = one.replace("\\,", ",").partition("=")
         *above, key = path.split(".")
         here = values
         for name in above:
             here = here.setdefault(name, {})
         here[key] = yaml.safe_load(value)
     return values
+
+
+def connectors_of_the_migration() -> list[str]:
+    """What migrate.md sets connector.name to, in its order; it begins with the bundled Redis alone."""
+    found = [words for page, words in called() if page == "migrate.md" and "connector.name" in " ".join(words)]
+    names = [as_values(words[words.index("--set") + 1])["connector"]["name"] for words in found]
+    return ["redis", *dict.fromkeys(names)]
+
+
+def test_the_bundled_redis_stays_while_pods_hand_over_by_it() -> None:
+    """Helm removes what a release no longer has before the pods of the earlier one have ended."""
+    names = connectors_of_the_migration()
+    assert names[-1] == "nixl"
+    for earlier, later in itertools.pairwise(names):
+        before, after = (
+            [one for one in render({"connector": {"name": name}}) if component_of(one) == "redis"]
+            for name in (earlier, later)
+        )
+        if earlier.split(",")[0] == "redis":
+            assert _unkept(after) == _unkept(before) != []
+        elif "redis" not in later.split(","):
+            assert after == []
+
+
+def _unkept(objects: list[Manifest]) -> list[Manifest]:
+    """Without the random password, which an upgrade keeps."""
+    return [{**one, "data": None} if one["kind"] == "Secret" else one for one in objects]
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
