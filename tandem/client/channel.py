@@ -194,7 +194,8 @@ class ClientChannel:
         """Raises ValueError for an unusable file."""
         self._dial = partial(open_blocking_channel, target, options, credentials)
         self._files = _tls_files(credentials)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Reentrant: the garbage collector may end an abandoned call on a thread that holds it."""
         self.closed = threading.Event()
         self._current = self._connect()
         self._retired: set[Connection] = set()
@@ -238,6 +239,6 @@ class ClientChannel:
         return Connection(channel, generation_pb2_grpc.GenerationServiceStub(channel), material)  # type: ignore[arg-type]
 
     def _close_if_idle(self, connection: Connection) -> None:
-        if connection in self._retired and connection.num_calls == 0:
+        if connection.num_calls == 0 and connection in self._retired:
             self._retired.remove(connection)
             connection.channel.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -20,7 +21,8 @@ from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tandem import AsyncClient, Client, TandemError
 from tandem.bench.serve import grpc_endpoint
 from tandem.client import channel
-from tandem.client.channel import ROUTER_SERVICE, router_target
+from tandem.client.channel import ROUTER_SERVICE, ClientChannel, router_target
+from tandem.client.credentials import PLAINTEXT
 from tandem.client.errors import ConnectionLost
 from tandem.client.here import is_here
 
@@ -197,6 +199,33 @@ def test_a_router_that_freezes_is_noticed(monkeypatch: pytest.MonkeyPatch, num_p
 
 def test_the_bench_notices_it_as_well() -> None:
     assert set(channel.KEEPALIVE) <= set(grpc_endpoint._OPTIONS)
+
+
+def test_a_call_that_the_garbage_collector_ends_may_end_at_any_moment() -> None:
+    """On a thread that begins a call too: there the lock is held."""
+    connections = ClientChannel("127.0.0.1:1", (), PLAINTEXT)
+
+    def abandon() -> None:
+        def call() -> Iterator[None]:
+            with connections.connection():
+                yield
+
+        calls: list[Any] = [call()]
+        next(calls[0])
+        calls.append(calls)
+
+    def collect() -> None:
+        with connections._lock:
+            gc.collect()
+
+    abandon()
+    assert connections._current.num_calls == 1
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(30)
+    assert not collecting.is_alive(), "it waits for its own lock"
+    assert connections._current.num_calls == 0
+    connections.close()
 
 
 def test_targets() -> None:
