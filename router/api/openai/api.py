@@ -44,7 +44,7 @@ from router.api.openai.responses import (
     WholeResponse,
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesExchange, ResponsesRequest
-from router.api.openai.routes import add_get
+from router.api.openai.routes import WithoutLastSlash, add_get
 from router.api.openai.strict_model import StrictModel
 from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
@@ -91,7 +91,8 @@ class OpenAIApi:
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
-        app = FastAPI(title="Tandem", docs_url=None, redoc_url=None)
+        app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, redirect_slashes=False)
+        app.add_middleware(WithoutLastSlash)
         app.add_exception_handler(HTTPException, self._http_exception)
         app.post("/v1/completions", **_documented(CompletionBody))(self.completions)
         app.post("/v1/chat/completions", **_documented(ChatBody))(self.chat_completions)

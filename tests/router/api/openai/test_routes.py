@@ -71,6 +71,22 @@ async def test_another_method_is_answered_with_those_allowed(
         assert set(answer.headers["allow"].split(", ")) == allowed
 
 
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(run_http: RunHttp) -> None:
+    """A redirect would name this port's own scheme, which is not that of a proxy in front of it."""
+    async with run_http(http={"page": True}) as http:
+        for path in ("/health", "/v1/models", "/v1/models/fake", "/v1/models/other", "/page/page.css", "/v1/unknown"):
+            plain, slashed = await http.http.get(path), await http.http.get(f"{path}/")
+            assert (slashed.status_code, slashed.content) == (plain.status_code, plain.content), path
+        assert (await http.http.get("//")).status_code == 200
+        answer = await http.post("/v1/completions/", prompt="hi", max_tokens=2)
+        assert (answer.status_code, answer.json()["object"]) == (200, "text_completion")
+
+
+async def test_a_slash_at_the_end_of_a_path_passes_no_authorizer(run_http: RunHttp, tmp_path: Path) -> None:
+    async with run_http(auth={"tokens_file": write_tokens(tmp_path / "tokens", alice=[ALICE])}) as http:
+        assert (await http.post("/v1/completions/", prompt="hi", max_tokens=2)).status_code == 401
+
+
 async def test_the_schema_has_get_alone(run_http: RunHttp) -> None:
     async with run_http(http={"page": True}) as http:
         paths = (await http.http.get("/openapi.json")).json()["paths"]
