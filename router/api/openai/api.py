@@ -252,7 +252,7 @@ class OpenAIApi:
 
     def _builder(self, exchange: Exchange, form: Format[RequestBody]) -> ResponseBuilder:
         response = ResponseBody(
-            id=f"{form.id_prefix}-{exchange.request_id}",
+            id=f"{form.id_prefix}-{exchange.answer_id}",
             created=int(time.time()),
             model=self.model.name,
             system_fingerprint=self._fingerprint(),

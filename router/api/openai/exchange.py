@@ -88,7 +88,10 @@ class Exchange(Response):
         self._scope, self._receive, self._send = scope, receive, send
         self._request_headers = Request(scope).headers
         self.metadata: Metadata = tuple(self._request_headers.items())
-        self.request_id = valid_request_id(self._request_headers.get(REQUEST_ID_HEADER))
+        given = self._request_headers.get(REQUEST_ID_HEADER)
+        self.request_id = valid_request_id(given)
+        self.answer_id = valid_request_id(None) if self.request_id == given else self.request_id
+        """Of this answer alone: a mesh gives several requests the same X-Request-Id."""
         set_request_id(self.request_id)
         tracing.attach_caller_context(self.metadata)
         try:

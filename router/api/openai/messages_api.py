@@ -277,7 +277,7 @@ class MessagesBuilder(BlocksBuilder[MessagesRequest]):
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"msg_{self._exchange.request_id}",
+            "id": f"msg_{self._exchange.answer_id}",
             "type": "message",
             "role": "assistant",
             "model": self._model,

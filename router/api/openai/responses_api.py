@@ -200,7 +200,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         """Log-probabilities of tokens that may be of a text that has not come yet."""
         self._logprobs: list[dict[str, Any]] = []
         """Of the part of a text that is sent."""
-        self._id = f"resp_{exchange.request_id}"
+        self._id = f"resp_{exchange.answer_id}"
         self._created = int(time.time())
         self._num_thinking = 0
         self._behind_thought = ""
@@ -283,7 +283,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     # Objects
 
     def _item_id(self, block: Block) -> str:
-        return f"{_ID_PREFIXES[block.kind]}_{self._exchange.request_id}_{block.index}"
+        return f"{_ID_PREFIXES[block.kind]}_{self._exchange.answer_id}_{block.index}"
 
     def _item(self, block: Block, status: str = "") -> dict[str, Any]:
         """`status` "": that of a block that has ended."""

@@ -25,7 +25,7 @@ TEXT = f'<tool_call>{{"name": "f", "arguments": {ARGUMENTS}}}</tool_call>{REST}'
 class Sent:
     """What a builder sends, in place of an exchange."""
 
-    request_id, num_events = "r", 0
+    answer_id, num_events = "r", 0
 
     def __init__(self) -> None:
         self.body: Any = None

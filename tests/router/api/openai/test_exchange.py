@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +23,6 @@ async def test_the_clients_request_id_is_returned(run_http: RunHttp) -> None:
             model="fake", prompt=SHORT, max_tokens=2, extra_headers={"X-Request-Id": "mine-7"}
         )
         assert answer.headers["x-request-id"] == "mine-7"
-        assert answer.parse().id == "cmpl-mine-7"
         nameless = await http.post(prompt=SHORT, max_tokens=2)
         assert nameless.json()["id"] == f"cmpl-{nameless.headers['x-request-id']}"
         for wrong in ("x" * 129, "a b", "esc\x1b[31m"):
@@ -30,6 +31,23 @@ async def test_the_clients_request_id_is_returned(run_http: RunHttp) -> None:
             )
             assert response.status_code == 200
             assert response.headers["x-request-id"] != wrong
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_answers_to_equal_request_ids_have_ids_of_their_own(run_http: RunHttp, path: str, stream: bool) -> None:
+    """A mesh gives all calls that serve one request of its own the same."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    bodies: dict[str, Any] = {"/v1/completions": {"prompt": "hi", "max_tokens": 2}, "/v1/responses": {"input": "hi"}}
+    body = {**bodies.get(path, chat), "model": "fake", "stream": stream}
+    async with run_http() as http:
+        answers = [await http.http.post(path, json=body, headers={"x-request-id": "mine-7"}) for _ in range(2)]
+        first, second = (set(re.findall(r'"(?:id|item_id)": ?"([^"]+)"', answer.text)) for answer in answers)
+        assert first
+        assert second
+        assert first.isdisjoint(second)
+        assert [answer.headers["x-request-id"] for answer in answers] == ["mine-7"] * 2
+        assert "mine-7" not in answers[0].text
 
 
 @pytest.mark.parametrize("stream", [False, True])
