@@ -31,6 +31,7 @@ const MIN_DELAY_MS = 200;
 const MAX_DELAY_MS = 1000;
 const CONNECTION_LOST = /^(Connection dropped|(read|write) (ECONNRESET|ETIMEDOUT))/; // gRPC's own texts
 const STREAM_RESET = /^Received RST_STREAM/; // of an INTERNAL: a proxy has ended the stream, since its router has died
+const STREAM_CANCELLED = "Call cancelled"; // of a CANCELLED: likewise; this side's own says "Cancelled on client"
 
 /** A client of the router at `address` (host:port), whose connections all requests of a process share. */
 export async function connect(address) {
@@ -151,8 +152,11 @@ class Progress {
 
   /** Whether an answer that has begun, and broke off, can go on: its router is gone, or none can continue it yet. */
   mayResume(error) {
-    const { INTERNAL, UNAVAILABLE, RESOURCE_EXHAUSTED } = grpc.status;
-    const isReset = error.code === INTERNAL && STREAM_RESET.test(error.details);
+    const { CANCELLED, INTERNAL, UNKNOWN, UNAVAILABLE, RESOURCE_EXHAUSTED } = grpc.status;
+    const isReset =
+      (error.code === INTERNAL && STREAM_RESET.test(error.details)) ||
+      (error.code === CANCELLED && error.details === STREAM_CANCELLED) ||
+      error.code === UNKNOWN; // no router sends it: the stream ended without a status
     if (!(isReset || [UNAVAILABLE, RESOURCE_EXHAUSTED].includes(error.code)) || !this.hasBegun) return false;
     // A router that answers says when to retry; what it has tried itself is not worth more attempts.
     const isAnswer = !isReset && (error.code !== UNAVAILABLE || pushbackMs(error) !== undefined);

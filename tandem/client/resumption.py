@@ -26,7 +26,7 @@ _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 1.0
 _TEMPORARY = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 _RESET = "Received RST_STREAM"
-"""Begins gRPC's own text of an INTERNAL: a proxy has ended the stream, since its router has died."""
+"""Begins gRPC's own text of an INTERNAL or CANCELLED: a proxy has ended the stream, since its router has died."""
 
 
 class Resumption:
@@ -100,7 +100,9 @@ class Resumption:
 
 def _is_lost(error: TandemError) -> bool:
     """Whether a connection that had been made broke, as it seems. A router's own UNAVAILABLE says when to retry."""
-    if error.status == "INTERNAL":
+    if error.status in ("INTERNAL", "CANCELLED"):
         return error.message.startswith(_RESET)
+    if error.status == "UNKNOWN":  # no router sends it: a proxy has ended the stream without a status
+        return True
     is_answer = error.status != "UNAVAILABLE" or error.retry_after_s is not None
     return isinstance(error, ConnectionLost) or not (is_answer or error.message.startswith(NOT_REACHED))

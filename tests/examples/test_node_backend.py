@@ -19,6 +19,7 @@ from router.app import RouterApp
 from router.request.validation import ServedModel
 from serving.errors import CutOff, InternalError, Overloaded, ServiceError, Unavailable, trailers
 from serving.settings import parse_address
+from tests.ending_proxy import ENDS, ending_proxy
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_fakes_tokenizer, write_model_folder
@@ -182,17 +183,23 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(router: ScriptedRouter, **env: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The backend, with `router` in place of a real one."""
+async def served(router: ScriptedRouter) -> AsyncIterator[str]:
+    """The address of `router`."""
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(router, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with backend(address, **env) as client:
-            yield client
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+@asynccontextmanager
+async def scripted(router: ScriptedRouter, **env: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The backend, with `router` in place of a real one."""
+    async with served(router) as address, backend(address, **env) as client:
+        yield client
 
 
 @pytest.mark.parametrize("end", [LOST, RESET])
@@ -216,6 +223,22 @@ async def test_a_stream_that_a_proxy_resets_goes_on() -> None:
     async with scripted(router) as client:
         assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
     assert router.num_calls == 3
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_stream_that_a_proxy_ends_in_http2_goes_on(end: str) -> None:
+    router, has_read, text = ScriptedRouter((1, LOST), (2, None)), asyncio.Event(), ""
+    async with (
+        served(router) as address,
+        ending_proxy(address, end, has_read) as proxy,
+        backend(proxy.address) as client,
+        client.stream("POST", "/ask", content="hi") as response,
+    ):
+        async for piece in response.aiter_text():
+            text += piece
+            has_read.set()
+    assert text == "Yes, we do.\n"
+    assert router.num_calls == 2
 
 
 async def test_an_internal_error_of_a_router_is_final() -> None:
