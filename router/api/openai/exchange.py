@@ -2,6 +2,7 @@
 
     authorizer ──▶ admitted ──▶ body read ──▶ handler ──┬──▶ a whole body
       │              │            │             │       └──▶ headers ─▶ event … event ─▶ end
+      │              │            │             │                    └─silent for MAX_SILENCE_S─▶ a sign of life
       └──────────────┴────────────┴─────────────┴── an error: a status before the first byte, an event after it
                                                 └── the client disconnects: the handler is cancelled at once
 
@@ -32,6 +33,8 @@ from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, grpc_p
 from serving.logging import set_request_id, valid_request_id
 
 REQUEST_ID_HEADER = "x-request-id"
+MAX_SILENCE_S = 15.0
+"""Without an event in a stream that has begun. Proxies cut silent ones, the most common after 60 s."""
 _DISCARDED = 4  # times the longest body: how much of a longer one is read before it is rejected
 _log = logging.getLogger(__name__)
 
@@ -83,6 +86,10 @@ class Exchange(Response):
         self._has_begun = False
         self.num_events = 0
         """Sent so far."""
+        self._last_event_s = 0.0
+        self._silence_timer: asyncio.TimerHandle | None = None
+        """One for the whole stream, which checks the clock when it fires."""
+        self._sending_sign: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -106,6 +113,8 @@ class Exchange(Response):
         except Exception:
             _log.exception("%s failed", scope["path"])
             await self._send_error(InternalError("internal error"))
+        finally:
+            self._end_signs()
 
     def remaining_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 0.0)
@@ -148,17 +157,39 @@ class Exchange(Response):
         head |= self.last_headers()
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in head.items()]
         await self._send({"type": "http.response.start", "status": status.HTTP_200_OK, "headers": pairs})
+        self._last_event_s = time.monotonic()
+        self._check_silence()
 
     async def send_event(self, data: bytes, name: str = "") -> None:
         """Returns when the event has been written."""
         self.num_events += 1
+        self._last_event_s = time.monotonic()
         head = b"event: %s\n" % name.encode() if name else b""
         body = head + b"data: " + data + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self, mark: bytes | None = b"[DONE]") -> None:
         """Ends the stream with a last event, by default that of OpenAI's chats."""
+        self._end_signs()
         await self._send({"type": "http.response.body", "body": b"" if mark is None else b"data: " + mark + b"\n\n"})
+
+    def _check_silence(self) -> None:
+        left_s = self._last_event_s + MAX_SILENCE_S - time.monotonic()
+        if left_s <= 0 and (
+            self._sending_sign is None or self._sending_sign.done()
+        ):  # not where a client reads nothing
+            self._sending_sign = asyncio.create_task(self._send_sign())
+        wait_s = left_s if left_s > 0 else MAX_SILENCE_S
+        self._silence_timer = asyncio.get_running_loop().call_later(wait_s, self._check_silence)
+
+    async def _send_sign(self) -> None:
+        await self._send({"type": "http.response.body", "body": self.sign_of_life(), "more_body": True})
+
+    def _end_signs(self) -> None:
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+        if self._sending_sign is not None:
+            self._sending_sign.cancel()
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
@@ -203,6 +234,10 @@ class Exchange(Response):
         """Of every response."""
         ends = {} if self._limits.is_serving() else {"connection": "close"}
         return {REQUEST_ID_HEADER: self.request_id, **ends}
+
+    def sign_of_life(self) -> bytes:
+        """What a silent stream sends, which clients ignore."""
+        return b":\n\n"
 
     def error_body(self, error: ServiceError) -> dict[str, Any]:
         return body_of(error, self.renamed)

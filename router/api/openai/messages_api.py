@@ -55,6 +55,9 @@ class MessagesExchange(Exchange):
     def last_headers(self) -> dict[str, str]:
         return {**super().last_headers(), "request-id": self.request_id}
 
+    def sign_of_life(self) -> bytes:
+        return b'event: ping\ndata: {"type": "ping"}\n\n'
+
     async def send_failure(self, body: dict[str, Any]) -> None:
         await self.send_event(msgspec.json.encode(body), "error")
         await self.end_events(None)
