@@ -1,9 +1,11 @@
 """Client channels between the services and from clients to the router, and the addresses that they connect to.
 
-A TLS channel follows its files: running calls keep their connection, new calls use the new certificate.
+A TLS channel follows its files: running calls keep their connection, new calls use the new certificate. In the same way
+a channel to a name follows its addresses.
 
-    connected ──the files change──▶ connected, a successor connects ──it is ready, or the old one is not──▶ replaced
-                                                                    the old one ──its last call ends──▶ closed
+    connected ──the files change, or no peer serves──▶ connected, a successor connects
+                                                           └──it is ready, or the old one is not──▶ replaced
+                                                       the old one ──its last call ends──▶ closed
 
 gRPC's channel credentials are fixed for the life of a channel (docs/security.md lists what was tried), so each state of
 the files gets a channel. The old connection serves until its successor is ready: no call waits for a handshake, and
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,21 +70,25 @@ def open_channel(
     tls: TlsFiles | None = None,
     peer_name: str | None = None,
     options: Sequence[tuple[str, str | int]] | None = None,
+    redial_s: float | None = None,
 ) -> grpc.aio.Channel:
     """A channel to `address` (host:port or any gRPC target); it connects at the first call. Close it when done.
 
     `tls` None is plaintext; with TLS the peer must present a certificate of the files' CA, and is presented theirs.
     `peer_name` is the name that the peer's certificate must carry; None: the address's host. `options` take the place
-    of `settings`.
+    of `settings`. `redial_s` is how often, at most, a channel that reaches no peer is replaced by one that resolves the
+    name of `address` again; None: never.
     """
     chosen = [*(channel_options(settings or ChannelSettings()) if options is None else options)]
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=chosen)
-    if peer_name is not None:
+    if tls is not None and peer_name is not None:
         chosen.append(("grpc.ssl_target_name_override", peer_name))
-    return ReloadingChannel(
-        tls, lambda material: grpc.aio.secure_channel(address, channel_credentials(material), options=chosen)
-    )
+
+    def dial(material: TlsMaterial | None) -> grpc.aio.Channel:
+        if material is None:
+            return grpc.aio.insecure_channel(address, options=chosen)
+        return grpc.aio.secure_channel(address, channel_credentials(material), options=chosen)
+
+    return dial(None) if tls is None and redial_s is None else ReloadingChannel(tls, dial, redial_s)
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
@@ -91,7 +98,7 @@ def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
 class _Connection:
     """A channel made from one state of the files, and its number of open calls."""
 
-    def __init__(self, material: TlsMaterial, channel: grpc.aio.Channel) -> None:
+    def __init__(self, material: TlsMaterial | None, channel: grpc.aio.Channel) -> None:
         self._loop = asyncio.get_running_loop()
         self.material = material
         self.channel = channel
@@ -124,10 +131,18 @@ class _Connection:
 class ReloadingChannel(grpc.aio.Channel):
     """Used like any channel, by stubs too. Belongs to the event loop that it was made on."""
 
-    def __init__(self, files: TlsFiles, dial: Callable[[TlsMaterial], grpc.aio.Channel]) -> None:
+    def __init__(
+        self,
+        files: TlsFiles | None,
+        dial: Callable[[TlsMaterial | None], grpc.aio.Channel],
+        redial_s: float | None = None,
+    ) -> None:
+        """`files` None is plaintext; `redial_s` as in `open_channel`."""
         self._files = files
         self._dial = dial
-        material = files.current()
+        self._redial_s = math.inf if redial_s is None else redial_s
+        self._redialled_s = -math.inf
+        material = self._material()
         self._current = _Connection(material, dial(material))
         self._successor: _Connection | None = None
         self._old: set[_Connection] = set()
@@ -136,9 +151,9 @@ class ReloadingChannel(grpc.aio.Channel):
 
     def connection(self) -> _Connection:
         """The connection for a call that begins now."""
-        material = self._files.current()
+        material = self._material()
         newest = self._successor or self._current
-        if material is not newest.material and not self._is_closed:
+        if not self._is_closed and (material is not newest.material or self._may_be_elsewhere(newest)):
             self._prepare_successor(material)
         if self._successor is not None and not _is_ready(self._current):
             self._replace_current(self._successor)
@@ -183,7 +198,20 @@ class ReloadingChannel(grpc.aio.Channel):
     stream_unary: Any = partialmethod(_method, "stream_unary")
     stream_stream: Any = partialmethod(_method, "stream_stream")
 
-    def _prepare_successor(self, material: TlsMaterial) -> None:
+    def _material(self) -> TlsMaterial | None:
+        return None if self._files is None else self._files.current()
+
+    def _may_be_elsewhere(self, newest: _Connection) -> bool:
+        """Whether to resolve the peer's name again: gRPC does so only when a connection ends, and that of a server
+        which drains lasts as long as its streams do."""
+        now_s = asyncio.get_running_loop().time()
+        is_due = self._redial_s < math.inf and now_s >= self._redialled_s + self._redial_s
+        if not is_due or newest.channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            return False
+        self._redialled_s = now_s
+        return True
+
+    def _prepare_successor(self, material: TlsMaterial | None) -> None:
         if self._successor is not None:
             self._successor.retire()
         if self._promoting is not None:

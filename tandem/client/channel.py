@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import grpc.aio
 
 from protos.tandem.v1 import generation_pb2_grpc
 from tandem.client.credentials import Credentials
-from tandem.client.errors import TandemError
+from tandem.client.errors import TandemError, dns_parts
 from tandem.client.here import is_here
 from tandem.client.registry import running_address
 
@@ -56,7 +57,10 @@ _OPTIONS: Options = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # each attempt to connect has as long
     ("grpc.initial_reconnect_backoff_ms", 100),  # a router that restarts is found again at once
     ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # of 30 s: in a rollout the addresses change in less
 )
+MIN_REDIAL_S = 1.0
+"""Between two channels of one name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ def router_target(address: str | Sequence[str] | None, retries: int | None) -> T
         target, is_several = f"{_ip_scheme(addresses)}:{name}", True
     else:
         is_several = name.startswith("dns:")
-        target = f"dns:///{name.removeprefix('dns:').lstrip('/')}" if is_several else name
+        target = "dns://{}/{}".format(*dns_parts(name)) if is_several else name
     retries = (MAX_RETRIES if is_several else 0) if retries is None else retries
     config = ("grpc.service_config", json.dumps(_service_config(is_several, retries)))
     return Target(name, target, (*_OPTIONS, config))
@@ -134,11 +138,12 @@ def open_async_channel(target: str, options: Options, credentials: Credentials) 
     """A channel for the running event loop that follows the TLS files. Raises ValueError."""
     options = _without_proxy(target, options)
     files = _tls_files(credentials)
-    if files is None:
+    redial_s = MIN_REDIAL_S if _is_name(target) else None
+    if files is None and redial_s is None:
         return grpc.aio.insecure_channel(target, options=options)
     from serving.channel import open_channel
 
-    return open_channel(target, tls=files, peer_name=credentials.server_name, options=options)
+    return open_channel(target, tls=files, peer_name=credentials.server_name, options=options, redial_s=redial_s)
 
 
 def open_blocking_channel(
@@ -160,6 +165,18 @@ def open_blocking_channel(
 def _without_proxy(target: str, options: Options) -> Options:
     """`options`, for a server on this machine without the proxy of the environment: it cannot reach this machine's."""
     return (*options, ("grpc.enable_http_proxy", 0)) if is_here(target) else options
+
+
+def _is_name(target: str) -> bool:
+    """Whether a gRPC target stands for all addresses of a name, and so for others later."""
+    return target.startswith("dns:")
+
+
+def _is_unreachable(channel: grpc.Channel) -> bool:
+    """Whether no connection works. grpcio has the state of a blocking channel only for subscribers, which cost a thread
+    that polls, and inside."""
+    state = getattr(getattr(channel, "_channel", None), "check_connectivity_state", None)
+    return state is not None and state(False) == grpc.ChannelConnectivity.TRANSIENT_FAILURE.value[0]
 
 
 def _tls_files(credentials: Credentials) -> TlsFiles | None:
@@ -188,12 +205,19 @@ class Connection:
 
 
 class ClientChannel:
-    """A blocking channel: replaced when the TLS files change; the old one closes after its last call. Thread-safe."""
+    """A blocking channel: replaced when the TLS files change, and where it is one of a name, when none of the routers
+    that it knows serves. The old one closes after its last call. Thread-safe.
+
+    gRPC asks for a name's addresses again when a connection ends. That of a router that drains lasts as long as its
+    streams do, while the router does not take new calls.
+    """
 
     def __init__(self, target: str, options: Options, credentials: Credentials) -> None:
         """Raises ValueError for an unusable file."""
         self._dial = partial(open_blocking_channel, target, options, credentials)
         self._files = _tls_files(credentials)
+        self._is_name = _is_name(target)
+        self._redialled_s = -MIN_REDIAL_S
         self._lock = threading.RLock()
         """Reentrant: the garbage collector may end an abandoned call on a thread that holds it."""
         self.closed = threading.Event()
@@ -208,7 +232,7 @@ class ClientChannel:
         with self._lock:
             if self.closed.is_set():
                 raise client_closed()
-            if self._files is not None and self._files.current() is not self._current.material:
+            if self._is_outdated():
                 retired, self._current = self._current, self._connect()
                 self._retired.add(retired)
                 self._close_if_idle(retired)
@@ -232,6 +256,15 @@ class ClientChannel:
             connections = [self._current, *self._retired]
         for connection in connections:
             connection.channel.close()
+
+    def _is_outdated(self) -> bool:
+        if self._files is not None and self._files.current() is not self._current.material:
+            return True
+        now_s = time.monotonic()
+        if not self._is_name or now_s < self._redialled_s + MIN_REDIAL_S or not _is_unreachable(self._current.channel):
+            return False
+        self._redialled_s = now_s
+        return True
 
     def _connect(self) -> Connection:
         material = None if self._files is None else self._files.current()

@@ -127,9 +127,20 @@ def explain(error: grpc.RpcError, address: str, credentials: Credentials) -> Tan
     reported = from_rpc(error, address)
     if reported.status != "UNAVAILABLE" or not reported.message.startswith(NOT_REACHED):
         return reported
-    first = address.removeprefix("dns:").lstrip("/").partition(",")[0]
+    first = dns_parts(address)[1].partition(",")[0]
     problem = _tls_problem(first, credentials)
     return reported if problem is None else TandemError(reported.status, problem)
+
+
+def dns_parts(address: str) -> tuple[str, str]:
+    """The DNS server, "" for the system's, and the rest of dns:name:port, dns:///name:port or dns://server/name:port;
+    of another address "" and itself."""
+    rest = address.removeprefix("dns:")
+    if rest.startswith("//"):
+        server, _, named = rest[2:].partition("/")
+        if named:
+            return server, named
+    return "", rest.lstrip("/")
 
 
 def _tls_problem(address: str, credentials: Credentials) -> str | None:

@@ -24,6 +24,7 @@ from serving.auth import certificate_authorizer
 from serving.channel import ReloadingChannel, open_channel
 from serving.errors import Unauthenticated
 from serving.server import HealthSettings, Server, ServerSettings, ServerTls
+from serving.tls import TlsMaterial
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, long_ago
 from tests.channels import PATIENT
@@ -60,6 +61,12 @@ class Secured:
         tls = None if files is None else files.tls()
         channel = open_channel(server.address, PATIENT, tls=tls, **arguments)  # type: ignore[arg-type]
         return await self.stack.enter_async_context(channel)
+
+
+def material_of(channel: ReloadingChannel) -> TlsMaterial:
+    material = channel.connection().material
+    assert material is not None
+    return material
 
 
 @pytest.fixture
@@ -136,13 +143,13 @@ async def test_a_new_ca_with_an_overlap_is_taken_without_a_failed_call_and_strea
     for files, name in ((secured.server_files, "server"), (secured.client_files, "client")):
         files.replace(successor.issue(name, ("127.0.0.1",)), authority, successor)
         assert await ask(channel)
-    await until(lambda: channel.connection().material.chain == secured.client_files.certificate.read_bytes())
+    await until(lambda: material_of(channel).chain == secured.client_files.certificate.read_bytes())
     for files, name in ((secured.server_files, "server"), (secured.client_files, "client")):
         files.replace(successor.issue(name, ("127.0.0.1",)), successor)
         assert await ask(channel)
 
     # STEP: new connections must be of the new CA; the open stream continues
-    await until(lambda: channel.connection().material.ca == successor.certificate)
+    await until(lambda: material_of(channel).ca == successor.certificate)
     late = await secured.channel(server, secured.client_files)
     assert await ask(late)
     assert first.num_calls == 1
@@ -176,7 +183,7 @@ async def test_files_that_the_peer_does_not_accept_break_nothing_that_stands(
         await asyncio.sleep(0.05)
     secured.client_files.replace(authority.issue("client"))
     assert isinstance(channel, ReloadingChannel)
-    await until(lambda: channel.connection().material.chain == secured.client_files.certificate.read_bytes())
+    await until(lambda: material_of(channel).chain == secured.client_files.certificate.read_bytes())
     assert await ask(channel)
 
 

@@ -35,6 +35,8 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
         self.refuses = False
         self.breaks = False
         self.num_requests = 0
+        self.may_end: threading.Event | None = None
+        """The second token waits for it."""
         self.health = health.HealthServicer()
         self.address = ""
 
@@ -43,6 +45,8 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
         if self.refuses:
             context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
         for index, text in enumerate(["a", "b"]):
+            if index == 1 and self.may_end is not None:
+                assert self.may_end.wait(60)
             if self.breaks and index == 1:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
             chunk = common_pb2.TokenChunk(token_index=index, token_ids=[index], text=text, text_offset=index)
@@ -51,12 +55,12 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
             yield generation_pb2.GenerateResponse(tokens=chunk, model=self.name)
 
     @contextmanager
-    def serving(self) -> Iterator[Router]:
+    def serving(self, at: str = "127.0.0.1:0") -> Iterator[Router]:
         server: Any = grpc.server(ThreadPoolExecutor(8))  # the stubs are typed for asyncio alone
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         self.is_ready(True)
-        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"{at.rpartition(':')[0]}:{server.add_insecure_port(at)}"
         server.start()
         try:
             yield self
