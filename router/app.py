@@ -135,6 +135,7 @@ class RouterApp:
             rng=rng or random.Random(),
         )
         callers = Callers(security.tokens, settings.admission.tenant_key)
+        self._server.large.tenant_of = lambda metadata: callers.of(metadata).tenant
         metrics = RouterMetrics(recent=RecentLatencies(settings.autoscaler))
         self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers, metrics=metrics)
         needs_prefill = settings.disaggregation.mode == "always"
@@ -202,6 +203,7 @@ class RouterApp:
             settings.http.read_timeout_s,
             settings.server.max_deadline_s,
             lambda: self._is_serving,
+            self._server.large,
         )
         api = OpenAIApi(
             self.service,

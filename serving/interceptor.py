@@ -167,8 +167,8 @@ class CallInterceptor:
     open_calls: OpenCalls
     abuse_limits: AbuseLimits
     authorizer: Authorizer | None = None  # None admits every caller
+    large: LargeMessages = field(default_factory=LargeMessages)
     _num_rejected: Counter[str] = field(default_factory=Counter)
-    _large: LargeMessages = field(default_factory=LargeMessages)
 
     def handlers(
         self, service: ServiceDescriptor, servicer: object, policies: Mapping[str, CallPolicy]
@@ -279,7 +279,8 @@ class CallInterceptor:
         data = await self._first(context)
         if data is None:
             raise _NoMessage(f"no {call.request_name} came")
-        return await self._large.parsed(peer_key(context.peer()), data, call.parsed)
+        metadata = context.invocation_metadata() or ()
+        return await self.large.parsed(peer_key(context.peer()), data, call.parsed, metadata)
 
     async def _messages(self, call: _Method, context: Context) -> AsyncIterator[Message]:
         data: Any = await self._first(context)

@@ -12,7 +12,7 @@ import asyncio
 import ipaddress
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -161,32 +161,40 @@ class OpenCalls:
 
 
 LARGE_BYTES = 256 << 10  # more than a prompt of 80,000 token ids, whose computation takes longer than any pause
-_MAX_WAITING = 8
+_MAX_WAITING = 8  # for each that is parsed at a time
 _PAUSE = 40.0  # times the CPU time of parsing
 T = TypeVar("T")
+Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class LargeMessages:
-    """Parses the large messages of one client one at a time, with a pause after each.
+    """Parses `num_at_once` large messages of one client at a time, with a pause after each.
 
-        received ──no other──▶ parsed ──▶ pause ──▶ the next one
-          ├────another is parsed, or pause──▶ waits ──▲
+        received ──a place is free──▶ parsed ──▶ pause ──▶ the next one
+          ├────others are parsed, or pause──▶ waits ──▲
           └────too many wait──▶ rejected
 
     Parsing takes some 10 ms for a MiB of token ids, and as long again to validate and free them. It happens in a
     thread, but the parser keeps Python's lock for most of it, and so the event loop waiting. The pause limits each
-    client to a small share of the loop's time. Clients do not wait for each other.
+    client to a small share of the loop's time. Clients do not wait for each other: a client is a tenant at an address,
+    since behind a proxy all have one address.
     """
 
-    def __init__(self) -> None:
-        self._locks: dict[str, asyncio.Lock] = {}
+    def __init__(self, num_at_once: int = 1, tenant_of: Callable[[Metadata], str] | None = None) -> None:
+        self._num_at_once = num_at_once
+        self.tenant_of = tenant_of
+        """The tenant that a call's metadata names; "" or a ServiceError: none. None: there are no tenants."""
+        self._locks: dict[str, asyncio.Semaphore] = {}
         self._num_waiting: Counter[str] = Counter()
+        self._num_held: Counter[str] = Counter()
 
-    async def parsed(self, peer: str, data: bytes, parse: Callable[[bytes], T]) -> T:
-        """`parse(data)`, once it is this message's turn among those of `peer`. Raises Overloaded."""
+    async def parsed(self, peer: str, data: bytes, parse: Callable[[bytes], T], metadata: Metadata = ()) -> T:
+        """`parse(data)`, once it is this message's turn among those of its client: of the call's `metadata` and
+        `peer`. Raises Overloaded."""
         if len(data) < LARGE_BYTES:
             return parse(data)
-        await self._acquire(peer)
+        client = self._client(peer, metadata)
+        await self._acquire(client)
         loop = asyncio.get_running_loop()
         cpu_s = 0.0
 
@@ -200,28 +208,37 @@ class LargeMessages:
 
         def pause(parsing: asyncio.Future[T]) -> None:
             parsing.exception()  # of a call that has ended meanwhile, which asyncio would log as lost
-            loop.call_later(cpu_s * _PAUSE, self._release, peer)
+            loop.call_later(cpu_s * _PAUSE, self._release, client)
 
         parsing = loop.run_in_executor(None, timed)
         parsing.add_done_callback(pause)
         return await asyncio.shield(parsing)  # a thread parses to its end, whether its call is cancelled or not
 
-    async def _acquire(self, peer: str) -> None:
-        if self._num_waiting[peer] >= _MAX_WAITING:
-            raise Overloaded(f"{_MAX_WAITING} large messages of this client wait already", _RETRY_AFTER_S)
-        self._num_waiting[peer] += 1
-        lock = self._locks.setdefault(peer, asyncio.Lock())
+    def _client(self, peer: str, metadata: Metadata) -> str:
+        try:
+            tenant = "" if self.tenant_of is None else self.tenant_of(metadata)
+        except ServiceError:  # the handler's answer
+            tenant = ""
+        return f"{tenant}\0{peer}" if tenant else peer
+
+    async def _acquire(self, client: str) -> None:
+        most = _MAX_WAITING * self._num_at_once
+        if self._num_waiting[client] >= most:
+            raise Overloaded(f"{most} large messages of this client wait already", _RETRY_AFTER_S)
+        self._num_waiting[client] += 1
+        lock = self._locks.setdefault(client, asyncio.Semaphore(self._num_at_once))
         try:
             await lock.acquire()
+            self._num_held[client] += 1
         finally:
-            self._num_waiting[peer] -= 1
-            if not lock.locked():  # cancelled when it was this message's turn
-                self._forget(peer)
+            self._num_waiting[client] -= 1
+            self._forget_idle(client)  # one that was cancelled
 
-    def _release(self, peer: str) -> None:
-        self._locks[peer].release()
-        self._forget(peer)
+    def _release(self, client: str) -> None:
+        self._locks[client].release()
+        self._num_held[client] -= 1
+        self._forget_idle(client)
 
-    def _forget(self, peer: str) -> None:
-        if not self._num_waiting[peer]:
-            del self._locks[peer], self._num_waiting[peer]
+    def _forget_idle(self, client: str) -> None:
+        if not self._num_waiting[client] and not self._num_held[client]:
+            del self._locks[client], self._num_waiting[client], self._num_held[client]

@@ -28,7 +28,7 @@ from serving.abuse_limits import AbuseLimits
 from serving.channel import MAX_METADATA_BYTES
 from serving.health import Health
 from serving.interceptor import Authorizer, CallInterceptor, CallLimits
-from serving.limits import CONTROL, CallPolicy, OpenCalls
+from serving.limits import CONTROL, CallPolicy, LargeMessages, OpenCalls
 from serving.settings import Address, Section, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
@@ -42,6 +42,13 @@ class ServerSettings(Section):
     max_message_bytes: int = setting(4 << 20, "Longest request message in bytes.", ge=1024)
     max_calls: int = setting(4096, "Open calls in total.", ge=1)
     max_calls_per_peer: int = setting(128, "Open calls from one address.", ge=1)
+    max_large_messages_per_peer: int = setting(
+        1,
+        "Messages of 256 KiB and more from one address (of each tenant there) that are parsed at a time, each followed"
+        " by a pause of forty times its CPU time; 8 times as many wait. More behind a gateway, whose clients share its"
+        " address.",
+        ge=1,
+    )
     max_bad_calls_per_s: float = setting(
         100.0,
         "Failed calls per second from one address, twice as many in a burst. Beyond it answers to invalid requests are"
@@ -170,8 +177,9 @@ class Server:
         self.calls = OpenCalls(max_per_peer=settings.max_calls_per_peer, max_in_all=settings.max_calls)
         self._limits = CallLimits(settings.max_deadline_s, settings.read_timeout_s, settings.write_timeout_s)
         self.abuse_limits = AbuseLimits(per_s=settings.max_bad_calls_per_s)
-        self._interceptor = CallInterceptor(self._limits, self.calls, self.abuse_limits, authorizer)
-        self._open_interceptor = CallInterceptor(self._limits, self.calls, self.abuse_limits)
+        self.large = LargeMessages(settings.max_large_messages_per_peer)
+        self._interceptor = CallInterceptor(self._limits, self.calls, self.abuse_limits, authorizer, self.large)
+        self._open_interceptor = CallInterceptor(self._limits, self.calls, self.abuse_limits, None, self.large)
 
     async def register(
         self,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from serving import limits
-from serving.errors import Overloaded
+from serving.errors import InvalidArgument, Overloaded
 from serving.limits import LARGE_BYTES, LargeMessages
 from tests.waiting import until
 
@@ -49,6 +49,45 @@ async def test_too_many_waiting_messages_are_rejected() -> None:
         await messages.parsed("a", LARGE, len)
     assert await messages.parsed("b", LARGE, len) == LARGE_BYTES
     assert await asyncio.gather(*waiting) == [LARGE_BYTES] * len(waiting)
+
+
+async def test_tenants_behind_one_address_do_not_wait_for_each_other() -> None:
+    messages = LargeMessages(tenant_of=lambda metadata: str(dict(metadata).get("x-tenant", "")))
+    alice, bob = [("x-tenant", "alice")], [("x-tenant", "bob")]
+    await messages.parsed("gateway", LARGE, slowly, alice)
+    waiting = [asyncio.create_task(messages.parsed("gateway", LARGE, len, alice)) for _ in range(limits._MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await messages.parsed("gateway", LARGE, len, alice)
+    assert await messages.parsed("gateway", LARGE, len, bob) == LARGE_BYTES
+    assert await messages.parsed("elsewhere", LARGE, len, alice) == LARGE_BYTES, "a host of its own"
+    assert await messages.parsed("gateway", LARGE, len) == LARGE_BYTES, "without a tenant"
+    await asyncio.gather(*waiting)
+
+
+async def test_a_tenant_that_cannot_be_read_is_none() -> None:
+    def tenant_of(metadata: object) -> str:
+        raise InvalidArgument("two names", [])
+
+    assert await LargeMessages(tenant_of=tenant_of).parsed("a", LARGE, len, [("x-tenant", "?")]) == LARGE_BYTES
+
+
+async def test_as_many_as_the_setting_says_are_parsed_at_a_time() -> None:
+    messages, together = LargeMessages(2), threading.Barrier(2)
+
+    def both(data: bytes) -> int:
+        together.wait(60)  # breaks if one is parsed after the other
+        return len(data)
+
+    assert await asyncio.gather(*[messages.parsed("a", LARGE, both) for _ in range(2)]) == [LARGE_BYTES] * 2
+    await messages.parsed("b", LARGE, slowly)
+    await messages.parsed("b", LARGE, slowly)
+    waiting = [asyncio.create_task(messages.parsed("b", LARGE, len)) for _ in range(2 * limits._MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="16 large messages of this client wait already"):
+        await messages.parsed("b", LARGE, len)
+    assert await asyncio.gather(*waiting) == [LARGE_BYTES] * len(waiting)
+    await until(lambda: not messages._locks and not messages._num_waiting)
 
 
 async def test_no_state_remains_after_the_messages() -> None:

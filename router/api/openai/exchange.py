@@ -122,7 +122,8 @@ class Exchange(Response):
     async def parsed_body(self, parse: Callable[[bytes], T]) -> T:
         """`parse` of the complete JSON body, in a thread if it is large. Raises as `read_body` and `parse` do, and
         Overloaded."""
-        return await self._limits.large.parsed(peer_key(self._peer), await self.read_body(), parse)
+        peer, body = peer_key(self._peer), await self.read_body()
+        return await self._limits.large.parsed(peer, body, parse, self.metadata)
 
     async def read_body(self) -> bytes:
         """The complete JSON body. Raises HttpError for one that is too long, too slow, or of another type."""

@@ -9,14 +9,19 @@ import re
 import socket
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import httpx
+import msgspec
 import pytest
 
+from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai import server
+from serving.limits import LARGE_BYTES
 from serving.logging import Repeats
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.rig import SHORT
+from tests.waiting import until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -226,3 +231,39 @@ async def test_a_client_that_does_not_read_is_dropped(run_http: RunHttp) -> None
         deaf.close()
         await http.rig.until_idle()
         await still_serves(http)
+
+
+async def test_large_requests_of_one_tenant_do_not_wait_for_those_of_another(run_http: RunHttp) -> None:
+    """Behind a gateway all come from one address."""
+    body = msgspec.json.encode({"model": "fake", "prompt": [1] * LARGE_BYTES, "max_tokens": 2})
+
+    async with run_http(prefill=0, admission={"tenant_key": "x-tenant"}) as http:
+
+        async def ask(tenant: str) -> int:
+            headers = {"content-type": "application/json", "x-tenant": tenant}
+            return (await http.http.post("/v1/completions", content=body, headers=headers)).status_code
+
+        large = http.rig.app._server.large
+        await large._acquire("alice\0ipv4:127.0.0.1")
+        waiting = asyncio.create_task(ask("alice"))
+        await until(lambda: large._num_waiting["alice\0ipv4:127.0.0.1"])
+        assert await ask("bob") == 400, "the prompt is too long"
+        request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[1] * LARGE_BYTES))
+        with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
+            await anext(aiter(http.rig.stub.Generate(request, metadata=(("x-tenant", "bob"),), timeout=60)))
+        assert not waiting.done()
+        large._release("alice\0ipv4:127.0.0.1")
+        assert await waiting == 400
+
+
+async def test_the_setting_is_how_many_large_messages_are_parsed_at_a_time(run_http: RunHttp) -> None:
+    async with run_http(prefill=0, server={"max_large_messages_per_peer": 3}) as http:
+        large = http.rig.app._server.large
+        for _ in range(3):
+            async with asyncio.timeout(20):
+                await large._acquire("a")
+        waiting = asyncio.create_task(large._acquire("a"))
+        await until(lambda: large._num_waiting["a"])
+        for _ in range(4):
+            large._release("a")
+            await waiting
