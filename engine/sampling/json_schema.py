@@ -17,9 +17,8 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
+from engine.sampling.schema_text import INNER_SCHEMAS, MAX_DEPTH, SCHEMA_LISTS
 
-MAX_DEPTH = 32
-"""Subschemas inside each other."""
 MAX_JSON_DEPTH = 100
 MAX_PROPERTIES = 500
 """Of all objects of a schema together; the time to compile is quadratic in those of one object."""
@@ -69,11 +68,6 @@ _OF_TYPE = {
 _ANYTHING: dict[str, Any] = {}
 _ASSERTIONS = frozenset({"type", *_ALTERNATIVES, *itertools.chain.from_iterable(_OF_TYPE.values())})
 
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
-_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
-_INNER_SCHEMAS = ("items", "additionalProperties")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-
 PatternTranslation = Callable[[str], str]
 
 
@@ -94,43 +88,6 @@ def checked_schema(text: str, translated_pattern: PatternTranslation) -> str:
         )
     _Checker(schema, translated_pattern).check()
     return json.dumps(schema)
-
-
-def without_annotations(schema: Any) -> Any:
-    """`schema` without its titles, descriptions, defaults and examples, on which no value depends. What is nested
-    deeper than a schema may be stays as it is."""
-    return _without_annotations(schema, 0)
-
-
-def _without_annotations(schema: Any, depth: int) -> Any:
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return schema
-    plain = {keyword: value for keyword, value in schema.items() if keyword not in _ANNOTATIONS}
-    for keyword in _NAMED_SCHEMAS:
-        if isinstance(named := plain.get(keyword), dict):
-            plain[keyword] = {name: _without_annotations(one, depth + 1) for name, one in named.items()}
-    for keyword in _SCHEMA_LISTS:
-        if isinstance(listed := plain.get(keyword), list):
-            plain[keyword] = [_without_annotations(one, depth + 1) for one in listed]
-    for keyword in _INNER_SCHEMAS:
-        if keyword in plain:
-            plain[keyword] = _without_annotations(plain[keyword], depth + 1)
-    return plain
-
-
-def json_text(value: Any) -> str:
-    """`value` as JSON without escapes, with which Chinese text would be twice as long; with them where it has a lone
-    surrogate, which no text may have."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if _is_unicode(text) else json.dumps(value)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _depth(value: Any) -> int:
@@ -337,13 +294,13 @@ class _Checker:
         return self._patterns[pattern]
 
     def _children(self, schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
-        for keyword in _SCHEMA_LISTS:
+        for keyword in SCHEMA_LISTS:
             for index, child in enumerate(_listed(schema.get(keyword))):
                 yield child, f"{path}/{keyword}/{index}"
         properties = schema.get("properties", {})
         for name, child in properties.items() if isinstance(properties, dict) else ():
             yield child, f"{path}/properties/{name[:64]}"
-        for keyword in _INNER_SCHEMAS:
+        for keyword in INNER_SCHEMAS:
             if schema.get(keyword, False) is not False:
                 yield schema[keyword], f"{path}/{keyword}"
 

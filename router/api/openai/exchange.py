@@ -176,9 +176,8 @@ class Exchange(Response):
 
     def _check_silence(self) -> None:
         left_s = self._last_event_s + MAX_SILENCE_S - time.monotonic()
-        if left_s <= 0 and (
-            self._sending_sign is None or self._sending_sign.done()
-        ):  # not where a client reads nothing
+        is_sending = self._sending_sign is not None and not self._sending_sign.done()  # to a client that reads nothing
+        if left_s <= 0 and not is_sending:
             self._sending_sign = asyncio.create_task(self._send_sign())
         wait_s = left_s if left_s > 0 else MAX_SILENCE_S
         self._silence_timer = asyncio.get_running_loop().call_later(wait_s, self._check_silence)
