@@ -16,7 +16,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Values from generation_config.json; None where it has none."""
 
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output: generation_config.json's, else config.json's, else the tokenizer's."""
+    """Tokens that end the output: generation_config.json's, or config.json's where it has none, and the tokenizer's.
+
+    A fine-tune often keeps its base model's files, while its chats end with the EOS of its tokenizer."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -26,13 +28,14 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_folder(cls, path: str | Path, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
-        """Read a model's folder. `tokenizer`, if given, is not loaded again where only it has the EOS id."""
+        """Read a model's folder; `tokenizer`: the folder's, if it is loaded already."""
         folder = Path(path)
         config = _read(folder / "generation_config.json")
         eos = _eos_ids(config) or _eos_ids(_read(folder / "config.json"))
-        if not eos and (tokenizer is not None or (folder / "tokenizer.json").is_file()):
-            tokenizer = tokenizer or Tokenizer.from_folder(folder)
-            eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        if tokenizer is None and (folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_folder(folder)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos = eos if tokenizer.eos_token_id in eos else (*eos, tokenizer.eos_token_id)
         try:
             return msgspec.convert({**config, "eos_token_ids": eos}, cls)
         except msgspec.ValidationError as error:

@@ -121,7 +121,7 @@ class InstanceServer:
             attach_timeout_s=transfer.reservation_s,
             connector=engine.info.kv_connector,
         )
-        self.choices = ActiveChoices(engine, tokenizer, self._limits())
+        self.choices = ActiveChoices(engine, tokenizer, self._limits(tokenizer))
         self.metrics = RequestMetrics()
         self._context = InstanceContext(self.choices, self.transfers, self.metrics, self.instance_epoch)
         collector = InstanceCollector(engine, self.metrics, self.info)
@@ -278,12 +278,13 @@ class InstanceServer:
         _log.info("stopped", extra={"fields": self.metrics.totals()})
         return num_cut_off == 0
 
-    def _limits(self) -> Limits:
+    def _limits(self, tokenizer: Tokenizer | None) -> Limits:
         info, transfer = self.engine.info, self.settings.transfer
+        defaults = GenerationDefaults.from_folder(self.settings.model.folder, tokenizer)
         return Limits(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            eos_token_ids=GenerationDefaults.from_folder(self.settings.model.folder).eos_ids_within(info.vocab_size),
+            eos_token_ids=defaults.eos_ids_within(info.vocab_size),
             max_requests=self.settings.instance.max_requests,
             max_lease_s=transfer.lease_s,
             max_reservation_s=transfer.reservation_s,

@@ -13,20 +13,30 @@ from engine.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 
-def test_eos_ids_come_from_the_first_file_that_has_them(tmp_path: Path) -> None:
+def test_eos_ids_are_those_of_the_first_file_that_has_them_and_the_tokenizers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG)
-    tokenizer_eos = Tokenizer.from_folder(folder).eos_token_id
-    assert GenerationDefaults.from_folder(folder).eos_token_ids == (tokenizer_eos,)
+    tokenizer = Tokenizer.from_folder(folder)
+    own = tokenizer.eos_token_id
+    assert own is not None
+    assert own not in range(3, 9), "the ids of the files below"
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (own,)
     (folder / "config.json").write_text('{"text_config": {"eos_token_id": 7}}')
-    assert GenerationDefaults.from_folder(folder).eos_token_ids == (7,)
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (7, own)
     (folder / "config.json").write_text('{"eos_token_id": null, "text_config": {"eos_token_id": 8}}')
-    assert GenerationDefaults.from_folder(folder).eos_token_ids == (8,)
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (8, own)
     (folder / "config.json").write_text('{"text_config": null}')
-    assert GenerationDefaults.from_folder(folder).eos_token_ids == (tokenizer_eos,)
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (own,)
     (folder / "config.json").write_text('{"eos_token_id": 5}')
-    assert GenerationDefaults.from_folder(folder).eos_token_ids == (5,)
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (5, own)
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert GenerationDefaults.from_folder(folder).eos_token_ids == (3, 4)
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (3, 4, own)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, 3]}))
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (own, 3)
+    (folder / "tokenizer.json").unlink()
+    assert GenerationDefaults.from_folder(folder, tokenizer).eos_token_ids == (own, 3)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert GenerationDefaults.from_folder(folder, tokenizer).eos_token_ids == (3, own)
+    assert GenerationDefaults.from_folder(folder).eos_token_ids == (3,)
 
 
 def test_sampling_defaults_are_what_the_file_says(tmp_path: Path) -> None:

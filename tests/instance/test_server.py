@@ -25,6 +25,7 @@ from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, StopSigna
 from tests.grpc_calls import next_message
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running, settings_of
 from tests.instance.scripted_core import INFO, ScriptedCore
+from tests.tokenizer_builders import byte_level
 from tests.waiting import Stopwatch, until
 
 ROLE = prefill_service.service.ROLE
@@ -219,6 +220,14 @@ def test_the_ready_line_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == line
     assert (tmp_path / "ready").read_text() == line
     assert [path.name for path in tmp_path.iterdir() if "ready" in path.name] == ["ready"]
+
+
+async def test_a_chat_ends_at_the_tokenizers_eos_beside_that_of_a_base_models_file(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    async with running(folder, ROLE) as rig:
+        call = await started(rig)
+        assert (await rig.core.request()).eos_token_ids == (3, byte_level().eos_token_id)
+        call.cancel()
 
 
 async def test_a_damaged_tokenizer_is_an_error_of_the_start(folder: Path) -> None:
