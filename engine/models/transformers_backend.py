@@ -74,14 +74,14 @@ def read_config(folder: Path) -> DecoderConfig:
     name = shown(", ".join(map(str, raw.get("architectures") or [])) or None)
     refuse_quantization(ConfigFields(raw))
     try:
-        _refuse_rope(raw)
         config = _load_config(folder)
         calls = _record_calls(config)
         return _describe(config, calls)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"architecture {name} is not supported by the transformers backend: {error}") from None
     except Exception as error:  # of any type: transformers validates where it uses a field
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
         raise UnsupportedModel(
             f"architecture {name} is not supported: transformers {transformers.__version__} cannot build it ({reason})"
         ) from error
@@ -257,6 +257,7 @@ def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
             )
             if (built := type(model).__name__) not in config.architectures:
                 raise UnsupportedModel(f"its model_type is that of {built}")
+            _refuse_rope(model)
             if not model.is_backend_compatible():
                 raise UnsupportedModel("transformers has no attention interface for it")
             tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long)
@@ -264,6 +265,18 @@ def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
     finally:
         _calls.reset(token)
     return calls
+
+
+def _refuse_rope(model: torch.nn.Module) -> None:
+    """By what the layers make of config.json: Phi-3 reads yarn as longrope, and HunYuan's dynamic with an alpha is
+    static."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:  # by the type of layer
+            if kind in _LENGTH_DEPENDENT_ROPE:
+                raise UnsupportedModel(
+                    f"RoPE type {kind!r} depends on the length of a request; cached keys cannot follow"
+                )
 
 
 def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> DecoderConfig:
@@ -303,20 +316,6 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
     if not config.architectures:
         raise UnsupportedModel("config.json names no architecture")
     return config
-
-
-def _refuse_rope(raw: dict[str, Any]) -> None:
-    for rope in _rope_types(raw):
-        if rope in _LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModel(f"RoPE type {rope!r} depends on the length of a request; cached keys cannot follow")
-
-
-def _rope_types(value: object) -> list[str]:
-    """Every RoPE type in a config, at any depth."""
-    if not isinstance(value, dict):
-        return []
-    own = [str(value[key]) for key in ("rope_type", "type") if isinstance(value.get(key), str)]
-    return own + [name for item in value.values() for name in _rope_types(item)]
 
 
 def _load_weights(folder: Path, dtype: torch.dtype) -> Any:

@@ -32,6 +32,14 @@ EXPERTS = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
 }
+STRETCHED = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
+"""As Hunyuan's checkpoints have it: with an alpha the frequencies do not depend on the length."""
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 4096,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512},
     "gemma2": {},
@@ -46,7 +54,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Latent attention: keys of 32 + 16 and values of 32 elements, experts from the second layer on.
     "deepseek_v2": {**LATENT, **EXPERTS, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**LATENT, **EXPERTS, "n_group": 2, "topk_group": 1},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
+    "hunyuan_v1_dense": {"rope_parameters": STRETCHED},
 }
 QUICK = ("gpt2", "gemma2", "phi3", "hunyuan_v1_moe")
 """Of each kind one: learned positions and biases; soft caps and windows by layer; fused projections; a router that
@@ -132,7 +141,14 @@ def test_dummy_weights_vary(tmp_path: Path) -> None:
         (
             "phi3",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "RoPE type 'dynamic'",
+            r"cannot build it \(.*'validate_rope': .*must be one of \['longrope'\], got dynamic\)",
+        ),
+        ("phi3", {"rope_scaling": LONG}, "RoPE type 'longrope'"),
+        ("phi3", {"rope_scaling": {**LONG, "type": "yarn"}}, "RoPE type 'longrope'"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "head_dim": 128},
+            "'HunYuanDenseV1ForCausalLM' is not supported by the transformers backend: RoPE type 'dynamic'",
         ),
         ("phi3", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\) is not supported"),
         ("unheard_of", {}, "is not supported: transformers .* cannot build it"),
@@ -142,6 +158,7 @@ def test_what_it_cannot_do_is_refused_with_the_name_of_the_architecture(
     architecture: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     names = {"bloom": "Bloom", "mamba": "Mamba", "gpt_oss": "GptOss", "phi3": "Phi3", "unheard_of": "UnheardOf"}
+    names["hunyuan_v1_dense"] = "HunYuanDenseV1"
     config = {
         "architectures": [f"{names[architecture]}ForCausalLM"],
         "model_type": architecture,
