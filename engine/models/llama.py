@@ -16,6 +16,7 @@ from engine.models.config import ModelConfig
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.linear import Linear, LinearSource, make_linear
 from engine.models.rope import RotaryEmbedding
+from engine.models.weights import WeightSource
 from engine.partition import Part
 from engine.ranks import RankGroup, Stages
 
@@ -64,10 +65,10 @@ class LlamaModel:
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=device)
         self._shape = HeadShape(len(part.share(config.num_heads)), len(part.kv_heads), config.head_dim)
         self._scale = config.head_dim**-0.5
-        weights = linears.weights
-        is_tied, vocab_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
+        weights, vocab_shape = linears.weights, (config.vocab_size, config.hidden_size)
+        is_tied = config.tie_word_embeddings
         if part.is_first_stage or (part.is_last_stage and is_tied):
-            self._embedding = weights.take("model.embed_tokens.weight", vocab_shape)
+            self._embedding = weights.take(_embedding_name(weights, is_tied=is_tied), vocab_shape)
         self._layers = [_take_layer(config, linears, self._elementwise, layer) for layer in part.layers]
         if part.is_last_stage:
             self._norm = weights.take("model.norm.weight", (config.hidden_size,))
@@ -155,6 +156,12 @@ class LlamaModel:
         is_elsewhere = (local < 0) | (local >= len(rows))
         embedded = torch.nn.functional.embedding(local.masked_fill(is_elsewhere, 0), self._embedding)
         return self._ranks.sum(embedded.masked_fill(is_elsewhere[:, None], 0))
+
+
+def _embedding_name(weights: WeightSource, *, is_tied: bool) -> str:
+    """A tied checkpoint may have the output layer alone: safetensors' `save_model` keeps one name of the two."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    return head if is_tied and weights.has(head) and not weights.has(embedding) else embedding
 
 
 def _take_layer(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, index: int) -> _Layer:
