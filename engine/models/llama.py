@@ -249,7 +249,7 @@ def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwi
 
     if experts is None or not experts.layers[layer]:
         return gated(prefix, config.intermediate_size, has_bias=config.mlp_bias)
-    if experts.names == "mixtral":
+    if experts.names == "mixtral" and not linears.weights.has(f"{prefix}.gate.weight"):  # a state dict's names
         prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
     # The router is never quantised: it decides which experts compute.
     router = make_linear(linears.weights.take(f"{prefix}.gate.weight", (experts.num_experts, hidden)))

@@ -7,6 +7,7 @@ Tensors of files are mapped and not read until they are taken.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,30 +44,44 @@ class WeightSource(Protocol):
         of `elsewhere`, may be left."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor is: all of one in a file, or a part of it."""
+
+    file_name: str
+    name: str
+    place: tuple[int, slice] | None = None
+    """Expert and rows."""
+
+
 class SafetensorsWeights(WeightSource):
-    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a checkpoint folder."""
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a checkpoint folder.
+
+    Experts of a layer in one tensor, as transformers 5 has them in memory, have the names of single ones.
+    """
 
     def __init__(self, folder: Path | str, *, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._file_of: dict[str, str] = {}
+        self._stored: dict[str, _Stored] = {}
         self._files: dict[str, Any] = {}  # untyped handles of safetensors
         folder = Path(folder)
         for file_name in _shards(folder):
             self._files[file_name] = _open(folder / file_name)
             for name in self._files[file_name].keys():  # noqa: SIM118 - a handle is not a dict
-                self._file_of[name] = file_name
+                self._stored |= _single_experts(self._files[file_name], _Stored(file_name, name))
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._stored
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """See `WeightSource.take`. Raises InvalidCheckpoint, naming tensor and file."""
-        file_name = self._file_of.pop(name, None)
-        if file_name is None:
+        stored = self._stored.pop(name, None)
+        if stored is None:
             raise InvalidCheckpoint(f"tensor {shown(name)} is missing from the checkpoint")
+        file_name = stored.file_name
         try:
-            tensor: torch.Tensor = self._files[file_name].get_tensor(name)
+            tensor = _read(self._files[file_name], stored)
         except SafetensorError as error:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} cannot be read: {error}") from error
         if tuple(tensor.shape) != shape:
@@ -79,9 +94,9 @@ class SafetensorsWeights(WeightSource):
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
-        left = sorted(name for name in self._file_of if not name.endswith(ignored) and not name.startswith(elsewhere))
+        left = sorted(name for name in self._stored if not name.endswith(ignored) and not name.startswith(elsewhere))
         if left:
-            named = ", ".join(f"{shown(name)} of {self._file_of[name]}" for name in left[:_MAX_NAMED])
+            named = ", ".join(f"{shown(name)} of {self._stored[name].file_name}" for name in left[:_MAX_NAMED])
             more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
             raise InvalidCheckpoint(
                 f"the checkpoint contains tensors that the architecture does not use: {named}{more}"
@@ -176,6 +191,34 @@ _INPUTS = ("o_proj", "down_proj", "w2")
 def _module(name: str) -> str:
     """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return name.split(".")[-2]
+
+
+def _read(file: Any, stored: _Stored) -> torch.Tensor:
+    tensor: torch.Tensor = (
+        file.get_tensor(stored.name) if stored.place is None else file.get_slice(stored.name)[stored.place]
+    )
+    return tensor
+
+
+def _single_experts(file: Any, stored: _Stored) -> dict[str, _Stored]:
+    """The experts in a layer's gate_up_proj [experts, 2 * intermediate, hidden] or down_proj [experts, hidden,
+    intermediate], by their names one by one; any other tensor by its own. Of a file only its header is read."""
+    prefix, _, fused = stored.name.rpartition(".experts.")
+    if fused not in _FUSED or len(shape := file.get_slice(stored.name).get_shape()) != _FUSED_DIMENSIONS:
+        return {stored.name: stored}
+    num_experts, num_rows, _ = shape
+    half = num_rows // 2
+    gate_up = {"gate_proj": slice(half), "up_proj": slice(half, None)}
+    parts = gate_up if fused == "gate_up_proj" else {"down_proj": slice(None)}
+    return {
+        f"{prefix}.experts.{expert}.{name}.weight": replace(stored, place=(expert, rows))
+        for expert in range(num_experts)
+        for name, rows in parts.items()
+    }
+
+
+_FUSED = ("gate_up_proj", "down_proj")
+_FUSED_DIMENSIONS = 3
 
 
 def _shards(folder: Path) -> list[str]:

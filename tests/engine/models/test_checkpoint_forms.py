@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.errors import InvalidCheckpoint
-from tests.builders import lively_checkpoint
+from tests.builders import lively_checkpoint, lively_model
 from tests.engine.models.test_pipeline_parallel import computed
 from tests.oracle import GreedyOracle
 
@@ -21,13 +21,13 @@ RANKS = [(1, 1), (2, 1), (1, 3), (2, 2)]
 """Tensor and pipeline ranks."""
 
 
-def _engine(folder: Path) -> EngineConfig:
-    return EngineConfig(model=str(folder), dtype="float32", num_threads=1)
+def _engine(folder: Path, quantization: Quantization = "none") -> EngineConfig:
+    return EngineConfig(model=str(folder), dtype="float32", num_threads=1, quantization=quantization)
 
 
-def _assert_same(folder: Path, other: Path, tensor: int, pipeline: int) -> None:
-    expected = computed(_engine(folder), tensor, pipeline)
-    for found, one in zip(computed(_engine(other), tensor, pipeline), expected, strict=True):
+def _assert_same(folder: Path, other: Path, tensor: int, pipeline: int, quantization: Quantization = "none") -> None:
+    expected = computed(_engine(folder, quantization), tensor, pipeline)
+    for found, one in zip(computed(_engine(other, quantization), tensor, pipeline), expected, strict=True):
         assert torch.equal(found, one)
 
 
@@ -55,4 +55,45 @@ def test_a_model_that_is_not_tied_needs_its_embedding(tmp_path: Path) -> None:
     del tensors[_EMBEDDING]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(InvalidCheckpoint, match=re.escape(f"'{_EMBEDDING}' is missing")):
+        computed(_engine(folder), 1, 1)
+
+
+def _with_fused_experts(folder: Path, arch: str) -> Path:
+    """The tensors of transformers' own module, all experts of a layer in one."""
+    lively_checkpoint(folder, arch)
+    tensors = {name: tensor.contiguous() for name, tensor in lively_model(arch).state_dict().items()}
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), RANKS)
+@pytest.mark.parametrize(("arch", "quantization"), [("qwen3_moe", "none"), ("mixtral", "none"), ("mixtral", "int8")])
+def test_experts_of_a_layer_may_be_one_tensor(
+    tmp_path: Path, arch: str, quantization: Quantization, tensor: int, pipeline: int
+) -> None:
+    folder, other = lively_checkpoint(tmp_path / "each", arch), _with_fused_experts(tmp_path / "fused", arch)
+    _assert_transformers_reads(folder, other)
+    _assert_same(folder, other, tensor, pipeline, quantization)
+
+
+@pytest.mark.parametrize("tensor", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda fused: fused[:-1], r"'model.layers.0.mlp.experts\.7\.\w+_proj\.weight' is missing"),
+        (lambda fused: torch.cat([fused, fused[:1]]), r"does not use: 'model.layers.0.mlp.experts\.8\.\w+\.weight'"),
+        (lambda fused: fused[:, :-1], r"'model.layers.0.mlp.experts\.0\.\w+\.weight' of .* has shape"),
+        (lambda fused: fused[0], r"'model.layers.0.mlp.experts\.0\.\w+_proj\.weight' is missing"),
+    ],
+)  # fmt: skip
+def test_fused_experts_of_another_number_or_size_are_named(
+    tmp_path: Path, tensor: str, change: object, message: str
+) -> None:
+    folder = _with_fused_experts(tmp_path, "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    name = f"model.layers.0.mlp.experts.{tensor}"
+    tensors[name] = change(tensors[name]).contiguous()  # type: ignore[operator]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InvalidCheckpoint, match=message):
         computed(_engine(folder), 1, 1)
