@@ -23,7 +23,7 @@ from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokenLogprob, TokensEvent
-from engine.errors import EngineError, InvalidRequest, NotSupported, shown
+from engine.errors import EngineError, InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.machine import set_num_threads
 from engine.ranks import RankLost
@@ -31,7 +31,7 @@ from engine.sampling.params import SamplingParams, validate, validate_prompt, wi
 from engine.text.chat_template import Tools
 from engine.text.detokenizer import OutputProcessor
 from engine.text.messages import template_messages
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, missing_tokenizer
 from engine.text.tool_calls import tool_format_of
 from engine.vllm_names import engine_fields
 
@@ -113,10 +113,12 @@ class LLM:
         if tokenizer is not None and resolve(str(tokenizer), revision) != folder:
             raise NotSupported("tokenizer", shown(str(tokenizer)), "None; use a model folder with its tokenizer.json")
         config = msgspec.convert({**fields, "model": str(folder)}, EngineConfig)
+        if not skip_tokenizer_init and (problem := missing_tokenizer(folder)):
+            raise UnsupportedModel(f"{problem}, or set skip_tokenizer_init=True for prompts of token ids")
+        self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(folder)
         set_num_threads(config.num_threads, num_processes=config.parallelism.num_ranks)
         self._woken = threading.Event()
         self.core = EngineCore(config, wake=self._woken.set)
-        self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(config.model)
         self._defaults = GenerationDefaults.from_folder(config.model, self.tokenizer)
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)

@@ -14,15 +14,14 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from engine.core.async_engine import AsyncEngine
 from engine.errors import EngineError
 from engine.generation_config import GenerationDefaults
 from engine.sampling.constraints import CONSTRAINTS, has_xgrammar
-from engine.text.tokenizer import Tokenizer, supports_constraints
+from engine.text.tokenizer import Tokenizer, missing_tokenizer, supports_constraints
 from instance import decoding
-from instance.config import InstanceSettings, engine_config
+from instance.config import InstanceSettings, ModelSection, engine_config
 from instance.convert import Limits, checked_seconds, common_fields
 from instance.drain import DrainController
 from instance.load import LoadReporter
@@ -135,7 +134,7 @@ class InstanceServer:
         config = engine_config(settings)
         settings.check_network()
         tls = settings.tls.files()
-        loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, settings.model.folder))
+        loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, settings.model))
         try:
             engine = engine or await AsyncEngine.start(config)
             server = cls(settings, role, signals, engine, await loading, tls)
@@ -291,9 +290,14 @@ class InstanceServer:
         )
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer | None:
-    """None where the folder has none, as for benchmarks with dummy weights."""
-    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+def _load_tokenizer(model: ModelSection) -> Tokenizer | None:
+    """None where the folder has none, as for benchmarks with dummy weights, and for clients that send token ids."""
+    problem = missing_tokenizer(model.folder)
+    if problem is None:
+        return Tokenizer.from_folder(model.folder)
+    if model.load_format != "dummy":
+        _log.warning("requests must have token ids, and no stop strings or constraints: %s", problem)
+    return None
 
 
 # The process: composition root of both roles

@@ -12,9 +12,11 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from engine.text.tokenizer import missing_tokenizer
 from router.app import RouterApp
 from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
@@ -85,6 +87,8 @@ async def _serve_workers(settings: RouterSettings) -> bool:
 
 
 def _model(section: RouterSection) -> ServedModel:
+    if problem := missing_tokenizer(Path(section.model)):
+        _log.warning("requests must have token ids, no text and no chats: %s", problem)
     try:
         return ServedModel.from_folder(
             section.model,

@@ -30,6 +30,8 @@ from engine.text.chat_template import ChatTemplate, Messages, Tools
 from engine.text.reasoning import CHAT_MARKS
 from engine.text.token_bytes import TokenBytes
 
+_OTHER_FORMS = ("tekken.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers that are not read here, and from which transformers makes a tokenizer.json."""
 _NOT_RENAMED = "the tokenizer's special tokens cannot be renamed, as chat messages require"
 
 
@@ -72,10 +74,8 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the templates' files; the latter two may be missing."""
         folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
-            raise UnsupportedModel(
-                f"{folder.name}: no tokenizer.json; save it as a fast tokenizer with transformers first"
-            )
+        if problem := missing_tokenizer(folder):
+            raise UnsupportedModel(problem)
         config_file = folder / "tokenizer_config.json"
         try:
             config = json.loads(_read_text(config_file)) if config_file.is_file() else {}
@@ -271,6 +271,18 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens().get(name)
         return None if token is None else self.token_id(token)
+
+
+def missing_tokenizer(folder: Path) -> str | None:
+    """The problem of a folder without tokenizer.json and its remedy; None where it has one."""
+    if (folder / "tokenizer.json").is_file():
+        return None
+    others = " and ".join(name for name in _OTHER_FORMS if (folder / name).is_file())
+    return (
+        f"{folder} has no tokenizer.json{others and f', only {others}'}; transformers writes it: "
+        f'python -c "from transformers import AutoTokenizer; '
+        f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
 
 
 def supports_constraints(tokenizer: Tokenizer | None) -> bool:

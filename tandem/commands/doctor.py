@@ -214,6 +214,8 @@ def check_compiler() -> Iterator[Finding]:
 
 def check_model(name: str) -> Iterator[Finding]:
     """Whether the folder of `name` is a supported checkpoint. Reads its config, not its weights."""
+    from engine.text.tokenizer import missing_tokenizer
+
     try:
         folder = resolve(name)
     except ModelNotFound as error:
@@ -225,9 +227,9 @@ def check_model(name: str) -> Iterator[Finding]:
         yield Finding("fail", "model", str(error), "choose a model that is supported")
         return
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if not (folder / "tokenizer.json").is_file():
-        remedy = "clients must send token ids; add the model's tokenizer.json for text"
-        yield Finding("warn", "tokenizer", "no tokenizer.json in the folder", remedy)
+    if problem := missing_tokenizer(folder):
+        text, _, remedy = problem.partition("; ")
+        yield Finding("warn", "tokenizer", f"{text}: clients must send token ids", remedy)
     size = f"{num_bytes / 2**30:.2f} GiB" if num_bytes > 2**29 else f"{num_bytes / 2**20:.1f} MiB"
     context = config.max_position_embeddings
     yield Finding("ok", "model", f"{display_name(name)}: {size} of weights, context {context}")

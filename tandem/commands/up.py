@@ -211,6 +211,7 @@ def command(
     """
     from engine.errors import EngineError
     from engine.models import check_ranks
+    from engine.text.tokenizer import missing_tokenizer
 
     try:
         if engine == "vllm":
@@ -242,6 +243,8 @@ def command(
         raise click.ClickException(str(error)) from None
     if config is not None:
         _check_sizes(settings, config)
+    if needs_weights and (problem := missing_tokenizer(settings.model)):
+        click.echo(f"Warning: requests must have token ids, no text and no chats: {problem}", err=True)
     _run_stack(settings, model, try_it)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.errors import CapacityError, EngineError, InvalidRequest
+from engine.errors import CapacityError, EngineError, InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import tool_format_of
 from protos.tandem.v1 import generation_pb2
@@ -44,6 +44,18 @@ def test_a_conversation_is_the_prompt_that_its_template_renders(demo: LLM) -> No
     assert one.prompt_token_ids == prompt
     assert {output.outputs[0].text for output in (one, *several)} == {expected.outputs[0].text}
     assert expected.outputs[0].text
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    (folder / "tokenizer.model").touch()
+    with pytest.raises(
+        UnsupportedModel, match=r"no tokenizer\.json, only tokenizer\.model; .*skip_tokenizer_init=True"
+    ):
+        LLM(folder, num_gpu_blocks_override=8)
+    with pytest.raises(InvalidCheckpoint):
+        LLM(folder, num_gpu_blocks_override=8, skip_tokenizer_init=True)
 
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}]

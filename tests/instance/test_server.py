@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import prefill_service.service
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoadFormat
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
 from engine.errors import EngineError
@@ -228,6 +228,22 @@ async def test_a_chat_ends_at_the_tokenizers_eos_beside_that_of_a_base_models_fi
         call = await started(rig)
         assert (await rig.core.request()).eos_token_ids == (3, byte_level().eos_token_id)
         call.cancel()
+
+
+@pytest.mark.parametrize(("load_format", "num_warnings"), [("auto", 1), ("dummy", 0)])
+async def test_a_start_without_a_tokenizer_warns_unless_the_weights_are_random(
+    folder: Path, caplog: pytest.LogCaptureFixture, load_format: LoadFormat, num_warnings: int
+) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    settings = settings_of(folder)
+    model = settings.model.model_copy(update={"load_format": load_format})
+    settings = settings.model_copy(update={"model": model})
+    server = await InstanceServer.start(settings, ROLE, StopSignals(), engine=ScriptedCore().engine())
+    await server.stop()
+    warnings = [record.getMessage() for record in caplog.records if "token ids" in record.getMessage()]
+    assert len(warnings) == num_warnings
+    for warning in warnings:
+        assert "no tokenizer.json, only tokenizer.model; transformers writes it: python -c" in warning
 
 
 async def test_a_damaged_tokenizer_is_an_error_of_the_start(folder: Path) -> None:

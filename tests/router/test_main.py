@@ -14,6 +14,7 @@ from router.__main__ import _model
 from router.config import RouterSection, RouterSettings
 from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance
+from tests.fakes.model_folder import write_model_folder
 from tests.router.process import router_process
 from tests.router.rig import request_of
 
@@ -54,6 +55,15 @@ async def test_a_process_announces_itself_serves_and_drains(model_folder: Path, 
     ]
     times = [fields[f"{stage}_ms"] for stage in stages]
     assert times == sorted(times)
+
+
+def test_a_model_without_a_tokenizer_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "tokenizer.json").rename(folder / "tekken.json")
+    assert _model(RouterSection(model=str(folder))).tokenizer is None
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "no tokenizer.json, only tekken.json; transformers writes it: python -c" in warning
+    assert "token ids" in warning
 
 
 def test_listen_goes_before_host_and_port() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,7 @@ from transformers import AutoTokenizer
 
 from engine.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from engine.text.token_bytes import read_vocabulary
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, missing_tokenizer
 from tests.tokenizer_builders import (
     BYTE_FALLBACK_CONFIG,
     BYTE_LEVEL_CONFIG,
@@ -94,6 +97,26 @@ def test_a_trainers_truncation_does_not_cut_prompts() -> None:
 def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tekken.json").touch()
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(UnsupportedModel, match=r"no tokenizer\.json, only tekken\.json and tokenizer\.model; "):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_the_command_that_the_message_names_writes_the_tokenizer(tmp_path: Path) -> None:
+    """Of a vocabulary and merges, the form of GPT-2's and Qwen's folders."""
+    byte_level_backend().model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    problem = missing_tokenizer(tmp_path)
+    assert problem is not None
+    assert "only vocab.json" in problem
+    command = shlex.split(problem.partition("; transformers writes it: ")[2])
+    assert command[0] == "python"
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=100, capture_output=True)
+    assert missing_tokenizer(tmp_path) is None
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert Tokenizer.from_folder(tmp_path).encode(CORPUS[0]) == theirs(CORPUS[0]).input_ids
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

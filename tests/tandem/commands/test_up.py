@@ -227,6 +227,17 @@ def test_random_weights_need_no_files_of_weights(tmp_path: Path, started: list[S
     assert started
 
 
+@pytest.mark.parametrize("args", [(), ("--instance-arg=--load-format=dummy",)])
+def test_a_model_without_a_tokenizer_is_named_before_the_start(
+    tmp_path: Path, started: list[StackSettings], args: tuple[str, ...]
+) -> None:
+    folder = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    output = run("--model", str(folder), *args)
+    assert ("no tokenizer.json, only tokenizer.model; transformers writes it: " in output) == (not args)
+    assert started
+
+
 @pytest.mark.parametrize("reason", ["no bearer token", "this model has no tokenizer", ""])
 async def test_a_try_out_that_fails_says_why_and_ends_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], reason: str
