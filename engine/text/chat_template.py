@@ -12,8 +12,10 @@ import itertools
 import json
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -30,6 +32,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _SINGLE_CALLS = "only supports single tool-calls at once"
 """In the error of a template that rejects a message of several calls."""
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
@@ -62,6 +65,10 @@ class ChatTemplate:
         self.single_calls = _SINGLE_CALLS in self.tool_source
         """Whether a model with tools calls one at a time."""
         self._special_tokens = dict(special_tokens)
+        self._call_forms = {
+            bool(tools): _form_of_calls(partial(self._rendered, tools=tools)) for tools in (None, [_PROBE_TOOL])
+        }
+        """How messages without and with tools have calls; None: the template leaves them out."""
         self.reserved_names = frozenset(
             {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
         )
@@ -81,15 +88,28 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("messages", "the list is empty", "at least one message")
         self._check(variables or {})
-        template, source = (self._tool_template, self.tool_source) if tools else (self._template, self.source)
+        source = self.tool_source if tools else self.source
         try:
             messages = _with_single_calls(messages) if _SINGLE_CALLS in source else messages
-            fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
-            return template.render({**(variables or {}), **self._special_tokens, **fixed})
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            return self._rendered(self._with_calls(messages, tools), tools, variables)
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
         except RecursionError:
             raise InvalidRequest("messages", "nested too deeply for the chat template") from None
+
+    def _with_calls(self, messages: Messages, tools: Tools | None) -> Messages:
+        form = self._call_forms[bool(tools)]
+        if form is not None:
+            return form.applied(messages)
+        if any(_is_mere_call(message) for message in messages):
+            problem = "the chat template leaves out tool calls without text beside them"
+            raise InvalidRequest("messages", problem, "messages without tool_calls")
+        return messages
+
+    def _rendered(self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any] | None = None) -> str:
+        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        template = self._tool_template if tools else self._template
+        return template.render({**(variables or {}), **self._special_tokens, **fixed})
 
     def _check(self, variables: Mapping[str, Any]) -> None:
         for name in variables:
@@ -129,6 +149,67 @@ def _pairs(message: Mapping[str, Any], calls: Sequence[Any], results: Messages) 
         if answers:
             yield answers.popleft()
     yield from itertools.chain.from_iterable(waiting.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _CallForm:
+    """How messages with calls are given to a template. Most read the first form, DeepSeek-R1-Distill's the last."""
+
+    has_null_content: bool = False
+    """An empty content is None."""
+    has_text_arguments: bool = False
+    """Arguments are JSON text, not objects."""
+
+    def applied(self, messages: Messages) -> Messages:
+        if self == _FORMS[0]:
+            return messages
+        return [self._applied(one) if "tool_calls" in one else one for one in messages]
+
+    def _applied(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        changed = dict(message)
+        if self.has_null_content and _is_mere_call(message):
+            changed["content"] = None
+        if self.has_text_arguments:
+            changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+        return changed
+
+
+_FORMS = tuple(_CallForm(is_null, is_text) for is_text in (False, True) for is_null in (False, True))
+
+
+def _is_mere_call(message: Mapping[str, Any]) -> bool:
+    """Whether the message has calls and no text."""
+    return bool(message.get("tool_calls")) and not str(message.get("content") or "").strip()
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else _to_json(arguments)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+_PROBE_NAME = "name_of_a_probe"
+_PROBE_TOOL = {"type": "function", "function": {"name": "other", "description": "", "parameters": {"type": "object"}}}
+_PROBE_CALL = {"id": "c0ffee123", "type": "function", "function": {"name": _PROBE_NAME, "arguments": {"x": 1}}}
+_PROBE: Messages = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "content": "1", "tool_call_id": "c0ffee123"},
+]
+
+
+def _form_of_calls(render: Callable[[Messages], str]) -> _CallForm | None:
+    """The first form whose calls are in the text; None if they are in none, and the first form is no error."""
+    is_left_out = False
+    for form in _FORMS:
+        try:
+            text = render(form.applied(_PROBE))
+        except (*_TEMPLATE_ERRORS, RecursionError):
+            continue
+        if _PROBE_NAME in text:
+            return form
+        is_left_out = is_left_out or form == _FORMS[0]
+    return None if is_left_out else _FORMS[0]
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
+from engine.text.messages import template_messages
 from engine.text.token_bytes import read_vocabulary
 from engine.text.tokenizer import Tokenizer, missing_tokenizer
 from tests.tokenizer_builders import (
@@ -86,6 +88,51 @@ def test_a_file_may_leave_out_which_model_it_is(backend: Any, config: dict[str, 
     tokenizer = Tokenizer(json.dumps(spec), config, {})
     ids = backend().encode(CORPUS[0], add_special_tokens=False).ids
     assert tokenizer.encode(CORPUS[0], add_special_tokens=False) == ids
+
+
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "add"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "content": "3", "tool_call_id": "c"},
+]
+XML = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% for call in one.tool_calls or [] %}"
+    "<function={{ call.function.name }}>{% for name, value in call.function.arguments.items() %}"
+    "<parameter={{ name }}>{{ value }}{% endfor %}{% endfor %}{% endfor %}"
+)
+NULLS = (
+    "{% for one in messages %}{% if one.content is none %}{% for call in one.tool_calls %}"
+    "{{ '<call>' + call.function.name + ' ' + call.function.arguments }}{% endfor %}"
+    "{% else %}{{ '<' + one.role + '>' + one.content }}{% endif %}{% endfor %}"
+)
+"""Calls are shown where the content is null, and their arguments are text: as in DeepSeek-R1-Distill."""
+
+
+def test_calls_without_text_are_rendered_as_the_template_reads_them(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level_backend(), BYTE_LEVEL_CONFIG | {"chat_template": NULLS})
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    [text], _ = render_jinja_template(conversations=[CALLED], chat_template=NULLS)
+    assert '<call>add {"a": 1}' in text
+    messages = template_messages(CALLED)
+    assert rendered(ours, messages) == text
+    assert ours.encode_chat(messages) == theirs.encode(text, add_special_tokens=False)
+    assert messages == template_messages(CALLED), "the caller's messages have changed"
+    other = ours.with_chat_template(XML)
+    assert rendered(other, messages) == "<user>add<assistant><function=add><parameter=a>1<tool>3"
+
+
+def test_calls_that_the_template_leaves_out_are_rejected() -> None:
+    """An empty turn and a result without its call would be a prompt of another conversation."""
+    messages = template_messages(CALLED)
+    for tools in (None, [{"type": "function", "function": {"name": "add"}}]):
+        with pytest.raises(InvalidRequest, match="the chat template leaves out tool calls"):
+            byte_level().encode_chat(messages, tools=tools)
+    messages[1]["content"] = "I call add."
+    assert "I call add." in byte_level().render_chat(messages)
 
 
 def test_a_trainers_truncation_does_not_cut_prompts() -> None:
