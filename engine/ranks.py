@@ -236,8 +236,9 @@ _OPERATION_S = 3600.0
 
 @dataclass
 class ProcessGroup:
-    """Some ranks of an engine in torch.distributed. They meet in the inherited file `fd`, and connect at their first
-    exchange, when all have come to it: none waits in the library for one that could not. Used by one thread."""
+    """Some ranks of an engine in torch.distributed. They meet in the inherited file `fd`, which is open as long as the
+    process lives, and connect at their first exchange, when all have come to it: none waits in the library for one that
+    could not. Used by one thread."""
 
     name: str
     """Of the group in the file."""

@@ -135,7 +135,9 @@ class MultiprocessExecutor:
         self._workers: list[_Worker] = []
         all_ends = connect_all(parallelism)
         self._ends = all_ends[parallelism.core_rank]
-        fds = [fd for fd in (self._kv_fd, self._slots_fd, self._groups_fd) if fd is not None]
+        # The groups' file stays open: torch's store writes to it once more when it is destroyed, whenever that is, and
+        # would write to what has its number by then, or abort the process.
+        fds = [self._kv_fd, self._slots_fd]
         self._end = weakref.finalize(self, _end_ranks, self._closing, self._workers, self._ends, fds)
         try:
             self._start_workers(config, all_ends)

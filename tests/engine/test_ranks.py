@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
@@ -101,11 +101,10 @@ def test_a_stage_that_ends_is_noticed_at_once() -> None:
 
 
 @pytest.fixture
-def three_groups() -> Iterator[list[ProcessGroup]]:
+def three_groups() -> list[ProcessGroup]:
     """The ends of three ranks in torch.distributed."""
-    fd = os.memfd_create("groups")
-    yield [ProcessGroup("stage 0", fd, rank, 3, torch.device("cpu"), lambda: None) for rank in range(3)]
-    os.close(fd)
+    fd = os.memfd_create("groups")  # it stays open, as in `MultiprocessExecutor`
+    return [ProcessGroup("stage 0", fd, rank, 3, torch.device("cpu"), lambda: None) for rank in range(3)]
 
 
 def on_threads(groups: list[ProcessGroup], compute: Callable[[ProcessGroup], list[torch.Tensor]]) -> list[torch.Tensor]:

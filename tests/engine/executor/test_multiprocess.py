@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -329,6 +330,8 @@ def test_a_rank_without_memory_for_its_first_step_ends_the_start_with_its_error(
         python, _, _, fd = argv
         return popen((python, "-c", FULL_GPU, fd), **options)
 
+    created, create = dict[str, int](), os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda name, *flags: created.setdefault(name, create(name, *flags)))
     monkeypatch.setattr("engine.executor.multiprocess.shares_memory", lambda config: shares_memory)
     monkeypatch.setattr("engine.executor.multiprocess.subprocess.Popen", start)
     with pytest.raises(
@@ -336,6 +339,8 @@ def test_a_rank_without_memory_for_its_first_step_ends_the_start_with_its_error(
     ):
         engine_of(checkpoint, tensor=2)
     assert rank_processes() == []
+    if not shares_memory:  # torch's store, which the garbage collector destroys later, writes to it then
+        assert "tandem-groups" in os.readlink(f"/proc/self/fd/{created['tandem-groups']}")
 
 
 def test_an_interrupted_step_is_the_last_one(two_ranks: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
