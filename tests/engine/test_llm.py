@@ -94,6 +94,7 @@ def test_a_conversation_in_openais_form_is_the_prompt_that_it_is_when_served(dem
 MISTRAL_TEMPLATE = (
     "{% for one in messages %}{% for call in one.tool_calls %}[TOOL_CALLS]"
     "{% if call.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}{{ call.id }}"
+    "{{ call.function.name }}"
     "{% endfor %}{{ one.tool_call_id }} {% endfor %}"
 )
 

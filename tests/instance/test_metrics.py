@@ -212,6 +212,9 @@ async def test_silent_scrapers_are_bounded_and_delay_no_others(decode: Rig, monk
     silent = [socket.create_connection((host, int(port))) for _ in range(7)]
     try:
         assert value(await scrape(decode.server), "tandem_requests_received_total") == 0
+        http = decode.server.metrics_server._server
+        assert http is not None
+        await until(lambda: http._places._value == 1)  # the scrape has left its place
         silent += [socket.create_connection((host, int(port))) for _ in range(2)]
         refused, _, _ = await asyncio.to_thread(select.select, silent, [], [], 30.0)
         assert [one.recv(1) for one in refused] == [b""]  # eight are allowed: one of the nine is closed
