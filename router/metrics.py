@@ -3,8 +3,8 @@
     RequestTrace ─ends▶ RouterMetrics ─┐
     pools, admission ─────── read ─────┴─▶ RouterCollector ─▶ Prometheus, once per scrape
 
-A request is counted when it arrives, at each disaggregation decision, and when it ends; tokens cost nothing. The pools
-are read on the event loop. docs/metrics.md lists all metric names.
+A request is counted when it arrives, at each disaggregation decision, at its first token, and when it ends; further
+tokens cost nothing. The pools are read on the event loop. docs/metrics.md lists all metric names.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ class RouterMetrics:
     num_output_tokens: int = 0
     stages: dict[str, Histogram] = field(default_factory=lambda: {name: Histogram() for name in (*STAGES, "hand_over")})
     first_token: dict[Path, Histogram] = field(default_factory=_by_path)
+    """Observed when the first token is sent, so that requests that run on count too."""
+    without_first_token: Histogram = field(default_factory=Histogram)
+    """How long those lasted that ended without one, unless nothing was left to generate."""
     output_token: dict[Path, Histogram] = field(default_factory=_by_path)
     recent: RecentLatencies = field(default_factory=lambda: RecentLatencies(AutoscalerSettings()))
     log: RequestLog | None = None
@@ -100,9 +103,10 @@ class RouterMetrics:
         for stage, events in STAGES.items():
             if (took_s := timeline.between(*events)) is not None:
                 self.stages[stage].observe(took_s)
-        if path is None or (first_s := timeline.at(RequestEvent.FIRST_TOKEN)) is None:
+        if path is None or timeline.at(RequestEvent.FIRST_TOKEN) is None:
+            if outcome != RequestEvent.FINISHED.value:
+                self.without_first_token.observe(timeline.marks[-1][1] - timeline.marks[0][1])
             return
-        self.first_token[path].observe(first_s - timeline.marks[0][1])
         if (gap_s := gaps.mean_s) is not None:
             self.output_token[path].observe(gap_s)
             if is_warm:
@@ -179,6 +183,14 @@ def _latencies(metrics: RouterMetrics) -> Iterator[Metric]:
         ("time_per_output_token", "Mean gap between the tokens of a request's choices.", "path", metrics.output_token),
     ):
         yield histogram(f"tandem_router_{name}_seconds", documentation, histograms, label)
+    what = "From the call to the end of a request that ended without a first token."
+    yield _unlabelled("tandem_router_time_without_first_token_seconds", what, metrics.without_first_token)
+
+
+def _unlabelled(name: str, documentation: str, counted: Histogram) -> Metric:
+    family = HistogramMetricFamily(name, documentation)
+    family.add_metric([], counted.buckets(), counted.sum)
+    return family
 
 
 def _admission(admission: AdmissionController) -> Iterator[Metric]:
@@ -193,9 +205,7 @@ def _admission(admission: AdmissionController) -> Iterator[Metric]:
     yield counter("tandem_router_requests_refused", "Requests rejected, by reason.", rejected, "reason")
     what = "Times that a stream gave its slot to another tenant."
     yield counter("tandem_router_streams_paused", what, admission.num_paused)
-    wait = HistogramMetricFamily("tandem_router_queue_wait_seconds", "Queue wait of admitted requests.")
-    wait.add_metric([], admission.wait_s.buckets(), admission.wait_s.sum)
-    yield wait
+    yield _unlabelled("tandem_router_queue_wait_seconds", "Queue wait of admitted requests.", admission.wait_s)
 
 
 def _instances(instances: list[tuple[Role, InstanceSample]]) -> Iterator[Metric]:

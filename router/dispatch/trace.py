@@ -24,7 +24,7 @@ from typing import Literal, Self
 
 import grpc
 
-from router.metrics import RouterMetrics
+from router.metrics import Path, RouterMetrics
 from router.picking.disaggregation import Decision, Disaggregation
 from router.picking.placement import Plan
 from router.picking.plan import NoPlan
@@ -128,9 +128,11 @@ class RequestTrace:
         """A token is about to be written to the client; the request's first one counts."""
         if self.has_first_token:
             return
-        at_s = self.timeline.mark(RequestEvent.FIRST_TOKEN)
+        took_s = self.timeline.mark(RequestEvent.FIRST_TOKEN) - self.received_s
+        if (path := self._path) is not None:
+            self._metrics.first_token[path].observe(took_s)
         if self._is_warm:
-            self._metrics.recent.first_token(at_s - self.received_s)
+            self._metrics.recent.first_token(took_s)
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
         """For the client: how and where the attempts ran, and why, in order; equal decisions in a row appear once."""
@@ -174,7 +176,7 @@ class RequestTrace:
         self._metrics.request_ended(
             outcome,
             self.timeline,
-            None if not self._decisions else "split" if self._paths[0] else "local",
+            self._path,
             gaps=sum_of(choice.gaps for choice in self._choices),
             num_prompt=num_prompt_tokens,
             num_output=num_tokens,
@@ -219,6 +221,13 @@ class RequestTrace:
         """Whether its attempts were split; equal ones in a row appear once."""
         splits = (decision is Decision.DISAGGREGATE for decision, _, _ in self._decisions)
         return [split for split, _ in groupby(splits)]
+
+    @property
+    def _path(self) -> Path | None:
+        """Of the first attempt; None before one is planned."""
+        if not self._decisions:
+            return None
+        return "split" if self._paths[0] else "local"
 
     def _decided(self, disaggregation: Disaggregation) -> None:
         self._metrics.decided(disaggregation)

@@ -177,6 +177,14 @@ def test_damaged_pages_after_a_restart_raise_the_alert_whatever_their_number_was
     assert compared == f"sum by (connector, reason) ({changed} or {restarted} or {begun_since}) > 0"
 
 
+def test_requests_that_waited_too_long_for_a_token_that_never_came_raise_the_alert() -> None:
+    """Where none gets a token, no time to first token is observed. What ended within the limit says nothing."""
+    query = re.sub(r"\{[^}]*?(, le=[^}]*)?\}", r"\1", alerts("monitoring")["TandemFirstTokenLate"])
+    query = re.sub(r"sum\(rate\(tandem_router_(\w+)(, le=\"[\d.]+\")?\[10m\]\)\)", r"\1", query)
+    got, without = "time_to_first_token_seconds", "time_without_first_token_seconds"
+    assert query == f"{got}_bucket < 0.95 * ({got}_count + {without}_count - {without}_bucket)"
+
+
 def test_alerts_find_their_own_release() -> None:
     for name, own in (
         ("monitoring", {("namespace", "=", "llm"), ("cluster", "=", "eu")}),

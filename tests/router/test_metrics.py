@@ -142,6 +142,44 @@ async def test_latencies_are_those_of_the_fakes(run: Run) -> None:
         assert value(samples, "queue_wait_seconds_count") == 2
 
 
+async def test_the_time_to_first_token_is_observed_at_the_token_and_once(run: Run) -> None:
+    async with run(metrics=METRICS, prefill=0, decode=[FakeInstance("decode", behaviour=slow(0.1))]) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=100, n=2))
+        await rig.decode[0].until("token", 6)
+        await until(lambda: rig.app.service.metrics.first_token["local"].count > 0)
+        samples = await scrape(rig)
+        assert value(samples, "time_to_first_token_seconds_count", path="local") == 1
+        assert not rig.app.service.metrics.ended
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await until_ended(rig, 1)
+        samples = await scrape(rig)
+        assert value(samples, "time_to_first_token_seconds_count", path="local") == 1
+        assert value(samples, "time_without_first_token_seconds_count") == 0
+
+
+async def test_requests_that_end_without_a_first_token_are_counted_by_how_long_they_lasted(run: Run) -> None:
+    """One waits at an instance and one in the queue until their clients give up; one ends as it should."""
+    decode = [FakeInstance("decode", behaviour=Behaviour(prefill_s=60.0))]
+    async with run(metrics=METRICS, prefill=0, decode=decode, admission={"max_requests": 1}) as rig:
+        waiting = asyncio.create_task(rig.generate())
+        await rig.decode[0].until("call", 1)
+        queued = asyncio.create_task(rig.generate())
+        await until(lambda: rig.app.admission.num_queued == 1)
+        await asyncio.sleep(0.3)
+        for task in (queued, waiting):
+            task.cancel()
+        await asyncio.gather(queued, waiting, return_exceptions=True)
+        await until_ended(rig, 2)
+        rig.decode[0].behaviour.prefill_s = 0.0
+        await rig.generate(max_tokens=3)
+        await until_ended(rig, 3)
+        samples = await scrape(rig)
+        assert value(samples, "time_to_first_token_seconds_count", path="local") == 1
+        assert value(samples, "time_without_first_token_seconds_count") == 2
+        assert value(samples, "time_without_first_token_seconds_bucket", le="0.25") == 0
+
+
 async def test_decisions_and_failovers_are_counted(run: Run) -> None:
     decode = [
         FakeInstance("decode", "decode-0", behaviour=Behaviour(die_at=5)),
@@ -302,7 +340,6 @@ def test_one_token_has_no_gap() -> None:
     for at_s, event in enumerate((RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN, RequestEvent.FINISHED)):
         timeline.mark(event, float(at_s))
     metrics.request_ended("finished", timeline, "local", gaps=NO_GAPS, num_prompt=5, num_output=1)
-    assert metrics.first_token["local"].sum == 1.0
     assert metrics.output_token["local"].count == 0
     metrics.request_ended("finished", timeline, "local", gaps=TokenGaps(2.0, 20), num_prompt=5, num_output=22)
     assert metrics.output_token["local"].sum == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
