@@ -185,6 +185,16 @@ def test_requests_that_waited_too_long_for_a_token_that_never_came_raise_the_ale
     assert query == f"{got}_bucket < 0.95 * ({got}_count + {without}_count - {without}_bucket)"
 
 
+def test_sizes_are_those_of_the_router_that_leads() -> None:
+    """The others keep their last decision while they cannot reach the Kubernetes API, however old it is."""
+    queries = [*panels().values(), *alerts("monitoring").values(), *alerts("everything").values()]
+    asked = [re.sub(r"\{[^}]*\}", "", query) for query in queries if re.search(r"autoscaler_(desired_)?size\{", query)]
+    assert len(asked) == 4
+    for query in asked:
+        of_the_leader = r"_size and on \(namespace, pod\) \(tandem_router_autoscaler_leads == 1\)\)"
+        assert re.match(rf"max by \(role\) \(tandem_router_autoscaler(_desired)?{of_the_leader}", query), query
+
+
 def test_alerts_find_their_own_release() -> None:
     for name, own in (
         ("monitoring", {("namespace", "=", "llm"), ("cluster", "=", "eu")}),
