@@ -153,14 +153,19 @@ def _fail(record: RequestRecord, status: str, message: str) -> None:
 
 @contextlib.asynccontextmanager
 async def loop_lags() -> AsyncIterator[list[float]]:
-    """Samples every 10 ms how late this process's event loop wakes up, and so how late it reads tokens; seconds."""
+    """How late this process's event loop wakes up, and so how late it reads tokens, for every 10 ms; seconds.
+
+    A stall of 50 ms has the samples 50, 40, 30, 20 and 10 ms, those of the wake-ups that were due meanwhile: with one
+    alone, percentiles would hide stalls, the longer the better.
+    """
     lags_s: list[float] = []
 
     async def watch() -> None:
         while True:
             slept_from_s = time.perf_counter()
             await asyncio.sleep(_LAG_INTERVAL_S)
-            lags_s.append(max(0.0, time.perf_counter() - slept_from_s - _LAG_INTERVAL_S))
+            lag_s = max(0.0, time.perf_counter() - slept_from_s - _LAG_INTERVAL_S)
+            lags_s.extend(lag_s - missed * _LAG_INTERVAL_S for missed in range(int(lag_s / _LAG_INTERVAL_S) + 1))
 
     task = asyncio.create_task(watch())
     try:

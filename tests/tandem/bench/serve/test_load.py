@@ -126,6 +126,18 @@ async def test_a_busy_loop_is_late_and_reported() -> None:
     assert max(lags_s) >= 0.1
 
 
+async def test_a_stall_counts_for_all_its_time() -> None:
+    """One sample for each stall would be 1 of 50 here, and of less frequent ones fewer than a percentile shows."""
+    async with loop_lags() as lags_s:
+        await asyncio.sleep(0.5)
+        time.sleep(1.0)
+        await asyncio.sleep(0.05)
+    assert sum(lag_s > 0.005 for lag_s in lags_s) >= 95
+    longest = lags_s.index(max(lags_s))
+    shares = [lags_s[longest] - 0.01 * missed for missed in range(95)]
+    assert lags_s[longest : longest + 95] == pytest.approx(shares), "a wake-up late in a stall is less late"
+
+
 async def test_failures_are_recorded_with_what_came_before_them() -> None:
     async def fails(request: PlannedRequest, on_tokens: OnTokens) -> None:
         if request.max_tokens == 1:
