@@ -4,7 +4,7 @@ TTFT      from sending to the first token, per request
 ITL       each gap between two tokens that follow each other in one request, those of all requests pooled
 TPOT      (E2E - TTFT) / (output tokens - 1), per request that has at least two tokens
 E2E       from sending to the last token, per request
-goodput   requests per second that meet every objective
+goodput   requests that meet every objective over the duration, that of the last answers included, as vLLM's
 SLO       the share of requests that meet every objective; failed and refused ones do not
 cached    prompt tokens whose KV the endpoint had, in a prefix cache or a store, and did not compute
 

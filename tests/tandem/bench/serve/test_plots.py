@@ -81,11 +81,19 @@ def test_a_trace_is_placed_at_its_measured_rate_and_a_burst_nowhere() -> None:
 
 def test_goodput_is_shown_beside_what_was_offered() -> None:
     (axis,) = plots.goodput_over_rate({"1P1D": sweep(0.1)}).axes
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("Offered rate (requests/s)", "Goodput (requests/s)")
-    goodput = [report_at(rate).goodput_per_s for rate in (1.0, 2.0, 4.0)]
-    assert line(axis, "1P1D") == (pytest.approx([1.0, 2.0, 4.0]), goodput)
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("Offered rate (requests/s)", "Met all objectives (requests/s)")
+    met = [pytest.approx(rate * 2 / 3) for rate in (1.0, 2.0, 4.0)]
+    assert line(axis, "1P1D") == (pytest.approx([1.0, 2.0, 4.0]), met)
     assert line(axis, "all requests") == (pytest.approx([0, 4.0]), pytest.approx([0, 4.0]))
     assert axis.get_ylim()[0] == 0
+
+
+def test_a_run_whose_requests_all_meet_their_objectives_is_on_the_dotted_line_however_long_they_last() -> None:
+    """Goodput over the whole run would be 30 requests in 56 s, half of what is offered."""
+    records = [record(float(sent_s), 0.1, (0.26,) * 100) for sent_s in range(30)]
+    (axis,) = plots.goodput_over_rate({"run": [Point(1.0, summarise(records, Objectives(ttft_ms=300)))]}).axes
+    assert line(axis, "run") == ([1.0], [1.0])
+    assert line(axis, "all requests") == ([0.0, 1.0], [0.0, 1.0])
 
 
 def test_runs_without_objectives_have_no_goodput() -> None:
