@@ -89,7 +89,7 @@ class _Second:
 
     ttfts: list[tuple[float, float]] = field(default_factory=list)
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """Weighted by their number."""
+    """Each request's mean gap, weighted by their number."""
     num_tokens: float = 0.0
     num_running: int = 0
     num_queued: int = 0
@@ -168,7 +168,8 @@ class LiveState:
             self._progress[request.number] = _Progress(request.num_tokens, request.gaps, reading.now_s)
 
     def _add_point(self, reading: Reading, ended: Sequence[RequestSummary], last_s: float) -> None:
-        second = _Second(num_running=len(reading.running), num_queued=reading.router.get("queued", 0))
+        num_queued = reading.router.get("queued", 0)
+        second = _Second(num_running=max(len(reading.running) - num_queued, 0), num_queued=num_queued)
         second.num_ended, second.num_failed = len(ended), sum(_has_failed(request) for request in ended)
         before, self._progress = self._progress, {}
         for request in (*reading.running, *ended):
@@ -314,8 +315,9 @@ def _spread(request: RequestSummary, end_s: float, seconds: defaultdict[int, _Se
     """Adds a request that has run until `end_s` to the seconds of its life, its tokens evenly after the first."""
     admitted_s = next((at_s for event, at_s in request.marks if event is RequestEvent.ADMITTED), end_s)
     for second in range(int(request.received_s), int(end_s)):
-        seconds[second].num_running += 1
-        seconds[second].num_queued += second + 1 < admitted_s
+        is_queued = second + 1 < admitted_s
+        seconds[second].num_queued += is_queued
+        seconds[second].num_running += not is_queued
     if request.outcome:
         seconds[int(end_s)].num_ended += 1
         seconds[int(end_s)].num_failed += _has_failed(request)

@@ -10,7 +10,7 @@ const HEIGHT = 116;
 
 const CHARTS = [
   { title: "TTFT", about: "time to first token", format: milliseconds, series: [["p50", "ttft_p50_ms", "--a"], ["p95", "ttft_p95_ms", "--b"]] },
-  { title: "ITL", about: "inter-token latency: gaps between a stream's tokens", format: milliseconds, series: [["p50", "itl_p50_ms", "--a"], ["p95", "itl_p95_ms", "--b"]] },
+  { title: "ITL", about: "inter-token latency: each request's mean gap between tokens within a second", format: milliseconds, series: [["p50", "itl_p50_ms", "--a"], ["p95", "itl_p95_ms", "--b"]] },
   { title: "Tokens/s", about: "output tokens of all requests", format: perSecond, series: [["now", "tokens_per_s", "--c", true]] },
   { title: "Requests", about: "in the router", format: number, series: [["running", "running", "--a", true], ["queued", "queued", "--b"]] },
 ];

@@ -64,6 +64,7 @@ def test_a_second_has_the_ttfts_and_gaps_of_its_requests() -> None:
     running = [
         request(1, 99.0, num_tokens=20, gaps=TokenGaps(1.5, 19)),
         request(2, 100.3, ttft_s=0.2, num_tokens=6, gaps=TokenGaps(0.5, 5)),
+        *(RequestSummary(number, f"r{number}", ((RequestEvent.RECEIVED, 100.5),)) for number in (3, 4)),
     ]
     state = states.next(reading(101.0, running=running))
     point = last_point(state)
@@ -109,6 +110,13 @@ def test_the_minutes_before_the_first_reading_come_from_the_ended_requests() -> 
     assert by_second[12]["itl_p95_ms"] == 100.0
     assert sum(point["tokens_per_s"] for point in points.values()) == pytest.approx(42.0)
     assert (by_second[13]["ended"], by_second[13]["failed"], by_second[15]["ended"]) == (1, 1, 1)
+
+
+def test_a_queued_request_of_the_minutes_before_does_not_run() -> None:
+    marks = ((RequestEvent.RECEIVED, 10.0), (RequestEvent.ADMITTED, 12.5), (RequestEvent.FINISHED, 14.0))
+    points = LiveState().next(reading(20.0, ended=[RequestSummary(1, "r1", marks, outcome="finished")]))["points"]
+    by_second = {int(name) - int(WALL_S): (point["running"], point["queued"]) for name, point in points.items()}
+    assert [by_second[second] for second in (10, 11, 12, 13)] == [(0, 1), (0, 1), (1, 0), (1, 0)]
 
 
 def test_the_stages_of_a_request_add_up_to_the_whole() -> None:
