@@ -223,6 +223,12 @@ def _extra_body(text: str | None) -> Mapping[str, Any]:
         raise InvalidOption("--extra-body is not JSON: nested too deeply") from None
     if not isinstance(body, dict):
         raise InvalidOption("--extra-body must be a JSON object, such as '{\"top_k\": 5}'")
+    for key in ("n", "best_of"):
+        if body.get(key) not in (None, 1):
+            raise InvalidOption(
+                f"--extra-body has {key} {json.dumps(body[key])}: only 1 is allowed, since a request's figures are "
+                "those of one choice; for more load raise --rate"
+            )
     return body
 
 

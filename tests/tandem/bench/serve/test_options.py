@@ -36,6 +36,8 @@ def refused(*args: str) -> str:
         (("--url", "http://h", "--extra-body", '{"seed": 1e999}'), "Error: --extra-body is not JSON"),
         (("--url", "http://h", "--extra-body", '{"stop": "\\ud800"}'), "Error: --extra-body is not JSON"),
         (("--url", "http://h", "--extra-body", "[" * 100_000), "Error: --extra-body is not JSON: nested too deeply"),
+        (("--url", "http://h", "--extra-body", '{"n": 4}'), "--extra-body has n 4: only 1 is allowed"),
+        (("--url", "http://h", "--extra-body", '{"best_of": 2}'), "--extra-body has best_of 2: only 1 is allowed"),
         (("--url", "http://h", "--model", "\udcff"), "Error: --model '\\udcff' is not UTF-8"),
         (("--url", "http://h", "--header", "x"), "Error: --header 'x': write 'Name: value'"),
         (("--url", "h:80"), "write one like http://"),
@@ -74,6 +76,12 @@ def refused(*args: str) -> str:
 def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str, serve: Serve) -> None:
     there = serve(FakeTandem()).address if "{there}" in args else ""
     assert hint in " ".join(refused(*(arg.replace("{there}", there) for arg in args)).split())
+
+
+@pytest.mark.parametrize("body", ['{"n": 1, "best_of": 1}', '{"n": null}'])
+def test_a_single_choice_may_be_named(body: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "serve", "--url", "http://127.0.0.1:1", "--extra-body", body])
+    assert (result.exit_code, "All connection attempts failed" in result.output) == (1, True), result.output
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
