@@ -29,6 +29,8 @@ class Caller:
 
     tenant: str = NO_TENANT
     is_authenticated: bool = False
+    is_one_of_several: bool = False
+    """Whether the settings distinguish tenants."""
 
     def salt(self, own: str) -> str:
         """The cache salt of a request that names the salt `own`: never another tenant's, whatever it names."""
@@ -41,6 +43,10 @@ class Caller:
         """The key under which a request of this caller is aborted: a tenant can abort only its own."""
         return f"{self.tenant}\0{own}"
 
+    def instance_priority(self, own: int) -> int:
+        """The priority of a request at the instances, which know no tenants: there it would pass those of others."""
+        return 0 if self.is_one_of_several else own
+
 
 @dataclass(frozen=True, slots=True)
 class Callers:
@@ -52,8 +58,8 @@ class Callers:
     def of(self, metadata: Metadata | None) -> Caller:
         """The caller of a call with this metadata. Raises Unauthenticated or InvalidArgument."""
         if self.tokens is not None:
-            return Caller(self.tokens.tenant_of(metadata), is_authenticated=True)
-        return Caller(tenant_of(metadata, self.tenant_key))
+            return Caller(self.tokens.tenant_of(metadata), is_authenticated=True, is_one_of_several=True)
+        return Caller(tenant_of(metadata, self.tenant_key), is_one_of_several=bool(self.tenant_key))
 
 
 def tenant_of(metadata: Metadata | None, key: str) -> str:

@@ -108,7 +108,7 @@ class Choice:
             prompt_token_ids=request.prompt_token_ids,
             emitted_token_ids=self.token_ids,
             sampling=to_wire(request.params, request.seed),
-            priority=request.priority,
+            priority=request.instance_priority,
             cache_salt=request.cache_salt,
             ttft_s=objectives.ttft_s or 0.0,
             begin_s=objectives.begin_s or 0.0,

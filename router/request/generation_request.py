@@ -85,7 +85,8 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # with max_tokens and seed filled in
     seed: int
-    priority: int = 0
+    priority: int = 0  # among its tenant's requests
+    instance_priority: int = 0  # among all requests of an instance
     cache_salt: str = ""
     session: str = ""  # the conversation it belongs to; used for affinity only
     deadline_s: float | None = None  # monotonic time at which it must be over

@@ -159,6 +159,7 @@ async def validated(
         params=msgspec.structs.replace(params, seed=seed),
         seed=seed,
         priority=request.priority,
+        instance_priority=caller.instance_priority(request.priority),
         cache_salt=caller.salt(request.cache_salt),
         session=request.session,
         deadline_s=deadline_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -128,8 +129,8 @@ async def test_a_request_behind_a_long_stream_is_rejected_at_once(run: Run) -> N
         running.cancel()
 
 
-async def ask_as(rig: Rig, tenant: str) -> None:
-    async for _ in rig.stub.Generate(request_of(), timeout=20, metadata=(("x-tenant", tenant),)):
+async def ask_as(rig: Rig, tenant: str, **fields: Any) -> None:
+    async for _ in rig.stub.Generate(request_of(**fields), timeout=20, metadata=(("x-tenant", tenant),)):
         pass
 
 
@@ -143,6 +144,14 @@ async def test_tenants_have_queues_of_their_own(run: Run) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="full"):
             await ask_as(rig, "alice")
         await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(("key", "received"), [("x-tenant", 0), ("", 3)])
+async def test_a_priority_orders_no_other_tenants_requests_at_the_instances(run: Run, key: str, received: int) -> None:
+    async with run(admission={"tenant_key": key}) as rig:
+        await ask_as(rig, "alice", priority=3)
+        records = [*rig.prefill[0].recorded("prefill"), *rig.decode[0].recorded("decode")]
+        assert [record.detail.request.priority for record in records] == [received] * 2
 
 
 async def test_without_a_key_a_clients_own_header_makes_it_no_tenant(run: Run) -> None:
