@@ -382,10 +382,12 @@ class AdmissionController:
         return max(ahead_s or 0.0, turn_s) if turn_s else ahead_s
 
     def _next_turn_s(self, entry: Entry[Ticket]) -> float:
-        """0 if prompts are in its way, or slots that its tenant may take for it and those ahead of it; otherwise until
-        a request ends: of its own tenant, if several of that one's streams have paused and others take what they free.
-        A single paused stream soon goes on."""
+        """Until a request ends: of its own tenant, if that one is at its own limits, or if several of its streams have
+        paused and others take what they free. A single paused stream soon goes on. Below these limits 0 if prompts are
+        in its way, or slots that its tenant may take for it and those ahead of it."""
         tenant, num_ahead = entry.flow, self.queue.num_ahead(entry)
+        if not self.queue.may_start(tenant):
+            return self._shares.next_end_s(num_ahead, self.clock(), of=tenant)
         claimed = entry.item.charge.times(num_ahead + 1)
         is_behind_prompts = self.in_use.num_prefill_tokens >= self.limits.num_prefill_tokens
         if is_behind_prompts or self._shares.yielding_to(tenant, claimed, self.in_use, self._slots, math.inf):

@@ -194,6 +194,10 @@ class FairQueue(Generic[T]):
         flow.tag += (actual_cost - entry.cost) / flow.share.weight
         self._forget_if_idle(flow)
 
+    def may_start(self, flow: str) -> bool:
+        """Whether a backlogged flow is within its own limits with its next entry."""
+        return self._backlogged[flow].may_start()
+
     def num_returned(self, flow: str) -> int:
         """Queued entries of a backlogged flow that have run."""
         return sum(len(line) for (has_run, _), line in self._backlogged[flow].lines.items() if has_run)

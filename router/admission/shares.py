@@ -93,10 +93,12 @@ class TenantShares:
 
     def next_end_s(self, num_ahead: int, now_s: float, *, of: str | None) -> float:
         """Expected seconds until so many requests and one more have ended, of one tenant or of all. Once one has ended,
-        simply the time since then: after a silence as long a one is expected. 0: nothing is known."""
+        simply the time since then, or since the last start, before which a slot was free: after a silence as long a one
+        is expected. 0: nothing is known."""
         holdings = [holding for tenant, holding in self._holdings.items() if of in (None, tenant)]
         if ends_s := [holding.last_end_s for holding in holdings if holding.last_end_s is not None]:
-            return now_s - max(ends_s)
+            starts_s = (next(reversed(holding.streams)).item.started_s for holding in holdings if holding.streams)
+            return now_s - max([*ends_s, *starts_s])
         remaining_s = (entry.item.remaining_s(now_s) for holding in holdings for entry in holding.streams)
         known_s = sorted(one for one in remaining_s if one is not None)
         return known_s[min(num_ahead, len(known_s) - 1)] if known_s else 0.0

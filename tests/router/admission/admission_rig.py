@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,11 +29,18 @@ def request(num_prompt: int = 6, max_tokens: int = 4, *, n: int = 1, **fields: A
 class AdmissionRig:
     """The controller, its capacity, and the requests by name."""
 
-    def __init__(self, capacity: Capacity | None = None, *, ttft_s: float = math.inf, **fields: Any) -> None:
+    def __init__(
+        self,
+        capacity: Capacity | None = None,
+        *,
+        ttft_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+        **fields: Any,
+    ) -> None:
         self.capacity = capacity or Capacity(num_instances=1, num_sequences=2)
         fields = {"sequence_fraction": 1.0, "queue_timeout_s": GUARD_S, **fields}
         self.admission = AdmissionController(
-            AdmissionSettings(**fields), lambda: self.capacity, ttft_s=ttft_s, rng=random.Random(0)
+            AdmissionSettings(**fields), lambda: self.capacity, ttft_s=ttft_s, rng=random.Random(0), clock=clock
         )
         self.inside: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}

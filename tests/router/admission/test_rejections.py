@@ -93,6 +93,42 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once() -> None:
     assert admission.num_queued == 0
 
 
+async def test_a_burst_after_a_quiet_spell_waits_for_its_turn() -> None:
+    """The silence in which slots were free says nothing about when the next request ends."""
+    now_s = 0.0
+    rig = AdmissionRig(Capacity(num_instances=1, num_sequences=4), queue_timeout_s=5.0, clock=lambda: now_s)
+    for name in ("long", "short"):
+        await rig.arrive(name)
+    now_s = 1.0
+    await rig.finish("short")
+    now_s = 31.0
+    for number in range(6):
+        await rig.arrive(f"burst-{number}")
+    assert (len(rig.inside), rig.admission.num_queued) == (5, 3)
+    now_s = 36.0
+    await rig.arrive("late")
+    assert "the wait would be 5.0 s" in (await rig.rejection("late")).message, "no slot has been free for so long"
+    await rig.close()
+
+
+async def test_a_tenant_at_its_own_limit_waits_for_the_end_of_one_of_its_own() -> None:
+    now_s = 0.0
+    one = {"one": TenantSettings(max_requests=1)}
+    rig = AdmissionRig(
+        Capacity(num_instances=1, num_sequences=4), queue_timeout_s=5.0, tenants=one, clock=lambda: now_s
+    )
+    await rig.arrive("stays", request(tenant="other"))
+    await rig.arrive("own", request(tenant="one"))
+    await rig.finish("own")
+    await rig.arrive("long", request(tenant="one"))
+    now_s = 30.0
+    await rig.arrive("short", request(tenant="other"))
+    await rig.finish("short")
+    await rig.arrive("next", request(tenant="one"))
+    assert "the wait would be 30.0 s" in (await rig.rejection("next")).message
+    await rig.close()
+
+
 async def test_what_a_tenant_may_never_have_is_refused_for_good() -> None:
     rig = AdmissionRig(tenants={"small": TenantSettings(max_tokens=9)})
     await rig.arrive("a", request(tenant="small"))

@@ -150,6 +150,9 @@ def test_the_next_end_is_expected_by_lengths_and_once_one_has_ended_by_the_silen
     house.shares.remove(ended, ended_s=NOW_S - 7.0)
     assert house.shares.next_end_s(9, NOW_S, of=None) == 7.0
     assert house.shares.next_end_s(0, NOW_S, of="greedy") == end_s[0]
+    house.start("greedy", 1, age_s=3.0)
+    assert house.shares.next_end_s(9, NOW_S, of=None) == 3.0, "a slot was free until then"
+    assert house.shares.next_end_s(9, NOW_S, of="new") == 7.0
 
 
 def test_few_idle_tenants_are_kept_and_none_when_all_are_idle() -> None:
