@@ -54,7 +54,8 @@ def make_plan(
     """Picks the decode instance, then a prefill instance that fits it, then decides whether one or both serve the
     request; in `auto` with objectives all of it at once.
 
-    A choice prefers the instances that it names: its siblings have just run the same prompt there.
+    A choice prefers the instances that it names: its siblings have just run the same prompt there. A decode instance
+    without a place for it is not preferred to one that has a place.
     """
     filters = [picker.ready, picker.not_excluded(excluded), picker.has_context(choice.request.max_length)]
     if choice.required_identity is not None:
@@ -72,7 +73,8 @@ def make_plan(
     candidates = servable(decode_views, prefill_views, settings, filters)
     uncached = partial(_quarters_uncached, choice, criteria)
     decode = picker.pick(
-        candidates or decode_views,  # without a candidate, for a stream that has begun and goes on alone
+        # Without a candidate, for a stream that has begun and goes on alone.
+        _where_it_has_place(choice, candidates or decode_views, filters),
         filters,
         rng=rng,
         scorer=criteria.decode,
@@ -162,6 +164,18 @@ def _by_step_costs(
         rng,
         may_split=may_split,
     )
+
+
+def _where_it_has_place(
+    choice: Choice, views: Sequence[InstanceView], filters: Sequence[Filter]
+) -> Sequence[InstanceView]:
+    """`views`; without those that have no place if the instance that it prefers is one, and another has a place."""
+    kept = next((view for view in views if view.key == choice.decode_key), None)
+    num_tokens = choice.num_tokens if choice.num_emitted else 0  # before, it shares its sibling's blocks
+    if kept is None or has_place(kept, num_tokens) or picker.rejection(kept, filters) is not None:
+        return views
+    able = [view for view in views if picker.rejection(view, filters) is None and has_place(view, choice.num_tokens)]
+    return able or views
 
 
 def _without_prefill(plan: Plan) -> Plan:

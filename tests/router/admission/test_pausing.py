@@ -99,6 +99,21 @@ async def test_a_pause_counts_against_no_instance_and_is_no_resumption_that_is_l
         assert rig.app.safeguards.decode.ejected_s(key) is None
 
 
+async def test_a_paused_stream_goes_on_where_a_slot_is_free(run: Run) -> None:
+    decode = decodes(*(Behaviour(slots=1, token_s=0.05) for _ in range(2)))
+    async with run(prefill=0, decode=decode, admission=TENANTS) as rig:
+        paused = asyncio.create_task(read(ask(rig, "greedy")))
+        await until_all_stream(rig, 1)
+        other = ask(rig, "greedy", MORE, max_tokens=1000)
+        await until_all_stream(rig, 2)
+        modest = asyncio.create_task(read(ask(rig, "modest", max_tokens=300)))
+        await until_all_stream(rig, 3)
+        other.cancel()
+        assert (await paused).is_exactly(NUM_TOKENS)
+        assert not modest.done(), "it has the slot of the other instance"
+        modest.cancel()
+
+
 async def test_a_paused_stream_ends_with_its_client_or_its_deadline(run: Run) -> None:
     async with run(prefill=0, decode=decodes(two_slots()), admission=TENANTS) as rig:
         short = rig.stub.Generate(request_of(max_tokens=400), timeout=3, metadata=(("x-tenant", "greedy"),))

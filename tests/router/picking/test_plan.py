@@ -31,7 +31,9 @@ IDENTITY = Identity(fingerprint="f", block_size=16)
 def view(role: Role, name: str = "", throughput: ThroughputEstimate = UNMEASURED, **fields: Any) -> InstanceView:
     key = InstanceKey(name or role, f"{name or role}-epoch")
     load = {one: fields.pop(one) for one in list(fields) if one in LoadReport.__dataclass_fields__}
-    info = InstanceInfo(key.address, key.epoch, role, key.address, fields.pop("identity", IDENTITY))
+    info = InstanceInfo(
+        key.address, key.epoch, role, key.address, fields.pop("identity", IDENTITY), **fields.pop("info", {})
+    )
     return InstanceView(key, info, LoadReport(key.epoch, **load), throughput=throughput, **fields)
 
 
@@ -88,6 +90,31 @@ def test_all_requests_at_the_decode_instance_are_held_up_by_a_prefill_there() ->
     decode = view("decode", num_running=3, num_loading=2, num_waiting=4, num_unreported=1, throughput=QUICK)
     found = planned([decode], [view("prefill", throughput=QUICK)])
     assert "10 streams" in found.disaggregation.explanation
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_running", "free_blocks", "goes_to"),
+    [
+        ((2, 2), (1, 1), (99, 99), "kept"),
+        ((2, 2), (2, 1), (99, 99), "other"),
+        ((2, 2), (2, 2), (99, 99), "kept"),
+        ((2, 16), (2, 9), (99, 99), "other"),
+        ((2, 2), (1, 1), (6, 99), "other"),
+        ((2, 2), (2, 1), (6, 6), "kept"),
+    ],
+)
+def test_a_stream_goes_on_at_its_instance_unless_another_alone_has_a_place(
+    slots: tuple[int, int], num_running: tuple[int, int], free_blocks: tuple[int, int], goes_to: str
+) -> None:
+    views = [
+        view("decode", name, num_running=running, free_blocks=free, info={"max_num_seqs": most, "num_blocks": 99})
+        for name, most, running, free in zip(("kept", "other"), slots, num_running, free_blocks, strict=True)
+    ]
+    paused, sibling = choice(100, emitted=5), choice(100)
+    paused.decode_key = sibling.decode_key = views[0].key
+    assert planned(views, [], paused).decode.instance_id == goes_to
+    has_slot = num_running[0] < slots[0]
+    assert planned(views, [], sibling).decode.instance_id == ("kept" if has_slot else goes_to), "it shares its blocks"
 
 
 @pytest.mark.parametrize(("num_cached", "is_preferred"), [(0, False), (240, False), (250, True), (999, True)])
