@@ -45,6 +45,8 @@ class Capacity:
     puts_late_last: bool = False
     """Those instances all compute prompts that miss their TTFT behind the others. They report what steps cost, by which
     they know them."""
+    used_prefill_tokens: int = 0
+    """Prompt tokens that the prefilling instances have yet to compute, of all routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class ExternalLoad:
 
     num_sequences: int = 0
     num_blocks: int = 0
+    num_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +85,35 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
         num_batched_tokens=_total(view.info.max_num_batched_tokens for view in prefilling),
         used_sequences=sum(view.num_requests for view in ready),
         used_blocks=sum(view.num_used_blocks for view in ready),
+        used_prefill_tokens=sum(_num_to_prefill(view) for view in prefilling),
         prefilled_by="prefill" if ready_prefill else "decode",
         puts_late_last=bool(prefilling) and all(view.load.step_cost is not None for view in prefilling),
     )
 
 
+def _num_to_prefill(view: InstanceView) -> int:
+    """Prompt tokens that the instance has yet to compute, without those of late prompts where it puts these last."""
+    load = view.load
+    num_waiting = 0 if load.step_cost is not None else load.num_waiting_tokens  # vLLM's report no uncomputed ones
+    return max(load.num_uncomputed_tokens, num_waiting) + view.num_unreported_to_prefill
+
+
 def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSettings, num_routers: int = 1) -> Limits:
     """What one of `num_routers` routers may use of `capacity`.
 
-    Each is guaranteed its equal part of the sequences and takes what the others leave. Of the blocks it is guaranteed
-    half its part: use beyond what was expected may be its own.
+    Each is guaranteed its equal part of the sequences and of the prompts, and takes what the others leave. Of the
+    blocks it is guaranteed half its part: use beyond what was expected may be its own.
     """
     sequences = _times(settings.sequence_fraction, capacity.num_sequences)
     blocks = _times(settings.block_fraction, capacity.num_blocks)
+    prefill_tokens = _times(settings.prefill_steps, capacity.num_batched_tokens)
     part = 1 / num_routers
     return Limits(
         num_requests=settings.max_requests,
         num_tokens=settings.max_tokens,
         num_sequences=max(sequences - external.num_sequences, sequences * part),
         num_blocks=max(blocks - external.num_blocks, blocks * part * _GUARANTEED_PART_OF_BLOCKS),
-        num_prefill_tokens=_times(settings.prefill_steps * part, capacity.num_batched_tokens),
+        num_prefill_tokens=max(prefill_tokens - external.num_prefill_tokens, prefill_tokens * part),
         prefilled_by=capacity.prefilled_by,
     )
 
@@ -112,19 +124,25 @@ class ExternalLoadEstimator:
     def __init__(self) -> None:
         self._samples: deque[tuple[float, ExternalLoad]] = deque()
 
-    def observe(self, capacity: Capacity, num_own_sequences: int, num_own_blocks: int, now_s: float) -> ExternalLoad:
-        """Compares the reported use with what this router has in flight."""
+    def observe(self, capacity: Capacity, own: Usage, now_s: float) -> ExternalLoad:
+        """Compares the reported use with `own`, what this router has in flight."""
         while self._samples and now_s - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         is_first = not self._samples
         sample = ExternalLoad(
-            max(capacity.used_sequences - num_own_sequences, 0), max(capacity.used_blocks - num_own_blocks, 0)
+            max(capacity.used_sequences - own.num_sequences, 0),
+            max(capacity.used_blocks - own.num_blocks, 0),
+            max(capacity.used_prefill_tokens - own.num_prefill_tokens, 0),
         )
         self._samples.append((now_s, sample))
         if is_first:
             return ExternalLoad()
         samples = [one for _, one in self._samples]
-        return ExternalLoad(min(one.num_sequences for one in samples), min(one.num_blocks for one in samples))
+        return ExternalLoad(
+            min(one.num_sequences for one in samples),
+            min(one.num_blocks for one in samples),
+            min(one.num_prefill_tokens for one in samples),
+        )
 
 
 class Charge(NamedTuple):

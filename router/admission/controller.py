@@ -233,7 +233,7 @@ class AdmissionController:
         if before.num_instances != self._capacity.num_instances:
             self._rate.reset()
             self.queue.reset_rates()
-        external = self._external.observe(self._capacity, self.in_use.num_sequences, self.in_use.num_blocks, now_s)
+        external = self._external.observe(self._capacity, self.in_use, now_s)
         num_routers = self.settings.num_routers if self.num_routers is None else self.num_routers()
         self.limits = limits_of(self._capacity, external, self.settings, num_routers)
         num_slots = self.limits.num_sequences / max(1.0, self.settings.sequence_fraction)

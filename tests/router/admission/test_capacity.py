@@ -104,6 +104,25 @@ def test_one_of_several_routers_takes_what_the_others_leave_and_is_sure_of_its_p
     assert limits_of(capacity, ExternalLoad(num_sequences=16), settings, 4).num_sequences == 4
 
 
+def test_one_of_several_routers_may_have_prompts_for_the_steps_that_the_others_leave() -> None:
+    settings = AdmissionSettings(prefill_steps=4)
+    capacity = Capacity(1, num_batched_tokens=100)
+    for num_external, num_left in ((0, 400), (150, 250), (390, 100), (1000, 100)):
+        limits = limits_of(capacity, ExternalLoad(num_prefill_tokens=num_external), settings, 4)
+        assert limits.num_prefill_tokens == num_left
+    assert limits_of(capacity, ExternalLoad(num_prefill_tokens=1000), settings).num_prefill_tokens == 400
+
+
+def test_prompts_to_compute_are_those_of_the_prefilling_instances_sent_ones_too() -> None:
+    computing = replace(view("p", load={"num_uncomputed_tokens": 70}), num_unreported_to_prefill=20)
+    waiting = view("q", load={"num_waiting_tokens": 30})  # vLLM's report only those
+    assert capacity_of([computing], [waiting]).used_prefill_tokens == 30
+    assert capacity_of([computing, waiting], []).used_prefill_tokens == 120
+    cost = StepCost(0.004, 0.001, 0.0002)
+    late = view("r", load={"num_uncomputed_tokens": 40, "num_waiting_tokens": 90, "step_cost": cost})
+    assert capacity_of([late], []).used_prefill_tokens == 40, "late prompts delay no other"
+
+
 def test_blocks_used_beyond_the_expected_lower_the_limit_but_not_below_half() -> None:
     capacity = Capacity(1, num_blocks=100)
     assert limits_of(capacity, ExternalLoad(num_blocks=30), AdmissionSettings()).num_blocks == 70
@@ -111,11 +130,16 @@ def test_blocks_used_beyond_the_expected_lower_the_limit_but_not_below_half() ->
 
 
 def test_foreign_load_counts_only_as_far_as_it_lasts() -> None:
-    external, capacity = ExternalLoadEstimator(), Capacity(1, used_sequences=10)
-    assert external.observe(capacity, 10, 0, 0.0) == ExternalLoad()
-    assert external.observe(capacity, 4, 0, 0.3) == ExternalLoad(), "six may have ended since the report"
-    assert external.observe(capacity, 7, 0, 1.2).num_sequences == 3, "three were there all the second"
-    assert external.observe(capacity, 10, 0, 1.3) == ExternalLoad()
+    external, capacity = ExternalLoadEstimator(), Capacity(1, used_sequences=10, used_prefill_tokens=100)
+
+    def observed(num_own: int, now_s: float) -> ExternalLoad:
+        own = Usage(num_sequences=num_own, num_prefill_tokens=10 * num_own)
+        return external.observe(capacity, own, now_s)
+
+    assert observed(10, 0.0) == ExternalLoad()
+    assert observed(4, 0.3) == ExternalLoad(), "six may have ended since the report"
+    assert observed(7, 1.2) == ExternalLoad(3, 0, 30), "three were there all the second"
+    assert observed(10, 1.3) == ExternalLoad()
 
 
 # Usage
