@@ -262,7 +262,7 @@ class Dispatcher:
 
     def _aims(self, flow: _Flow) -> Aims:
         """Of the next attempt: once the client has a token, the pace alone."""
-        aims = self.aims.of(flow.choice.request, flow.waited_s)
+        aims = self.aims.of(flow.choice.request, flow.waited_s, is_first=flow.choice.stream_epoch == 0)
         if not flow.has_begun:
             return aims
         return aims._replace(objectives=aims.objectives._replace(ttft_s=None, begin_s=None))

@@ -90,14 +90,18 @@ class SloSettings(Section):
         """Infinite without an objective."""
         return math.inf if self.ttft_ms is None else self.ttft_ms / 1e3
 
-    def objectives(self, waited_s: float, late_wait_s: float = math.inf) -> Objectives:
+    def objectives(self, waited_s: float, late_wait_s: float = math.inf, *, is_first: bool = False) -> Objectives:
         """What is left of them for a request that has waited so long, and may wait `late_wait_s` past its TTFT until a
-        step begins its prompt."""
+        step begins its prompt. In the first attempt at least its TTFT is left for that, also where it has waited longer
+        for an instance; after a failed one it may wait as long again."""
         itl_s = None if self.itl_ms is None else self.itl_ms / 1e3
         if self.ttft_ms is None:
             return Objectives(None, itl_s)
         ttft_s = max(self.ttft_s - waited_s, _SHORTEST_S)
-        return Objectives(ttft_s, itl_s, min(ttft_s + late_wait_s, _LONGEST_S))
+        begin_s = ttft_s + late_wait_s
+        if is_first:
+            begin_s = max(self.ttft_s + late_wait_s - waited_s, self.ttft_s, _SHORTEST_S)
+        return Objectives(ttft_s, itl_s, min(begin_s, _LONGEST_S))
 
 
 class PickingSettings(Section):

@@ -15,7 +15,7 @@ from tests.router.conftest import Run
 from tests.router.rig import Rig, request_of, slow
 from tests.waiting import until
 
-ONE = {"max_requests": 1, "queue_timeout_s": 20.0, "tenant_key": "x-tenant"}
+ONE: dict[str, Any] = {"max_requests": 1, "queue_timeout_s": 20.0, "tenant_key": "x-tenant"}
 SHORT_QUEUE = {**ONE, "max_queued": 1}
 
 
@@ -68,6 +68,22 @@ async def test_a_prompt_that_no_instance_begins_in_time_is_rejected(run: Run) ->
             permits[0].release()
             permits[1].release()
         assert all(answer.is_exactly(9) for answer in await asyncio.gather(*running))
+
+
+async def test_a_wait_for_admission_is_part_of_the_time_in_which_a_prompt_must_begin(run: Run) -> None:
+    permits, waiting_s = asyncio.Semaphore(1), 0.5
+    one = FakeInstance("decode", behaviour=slow(0.0, permits=permits))
+    async with run(prefill=0, decode=[one], slo={"ttft_ms": 200}, admission=ONE) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=2))
+        await one.until("token")
+        waiting = asyncio.create_task(rig.generate(max_tokens=2))
+        await until_queued(rig, 1)
+        await asyncio.sleep(waiting_s)
+        for _ in range(3):
+            permits.release()
+        await asyncio.gather(running, waiting)
+        begin_s = one.recorded("decode")[1].detail.request.begin_s
+        assert 0 < begin_s <= ONE["queue_timeout_s"] + 0.2 - waiting_s
 
 
 async def test_further_choices_of_an_answer_that_has_begun_are_never_too_late(run: Run) -> None:

@@ -218,6 +218,11 @@ def test_an_attempt_carries_what_is_left_of_the_objectives() -> None:
     late = choice().begin_attempt(slo.objectives(waited_s=9.0, late_wait_s=5.0))
     assert 0 < late.ttft_s <= 0.001, "late, not without an objective"
     assert late.begin_s == pytest.approx(5.0, abs=0.01), "after a failed attempt it may wait as long again"
+    for waited_s, begin_s in ((0.2, 5.3), (4.9, 0.6), (9.0, 0.5)):
+        first = choice().begin_attempt(slo.objectives(waited_s, late_wait_s=5.0, is_first=True))
+        assert first.begin_s == pytest.approx(begin_s), (
+            "the wait for admission counts, one for an instance may be longer"
+        )
     without = choice().begin_attempt(SloSettings().objectives(waited_s=9.0, late_wait_s=5.0))
     assert (without.ttft_s, without.itl_s, without.begin_s) == (0.0, 0.0, 0.0)
 
