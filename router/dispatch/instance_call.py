@@ -198,6 +198,7 @@ class InstanceCall:
     def _begin(self) -> None:
         self._check_not_lost()
         self._reached = self.instance.channel.get_state() is grpc.ChannelConnectivity.READY
+        self.instance.calls.sent(self)
 
     def _options(self) -> dict[str, Any]:
         remaining_s = self.choice.request.remaining_s

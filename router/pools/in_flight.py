@@ -1,7 +1,7 @@
 """The calls of this router at one instance, and which of them the instance's last load report cannot have counted.
 
-    added ──a report that must know of it──▶ counted ──completed──▶ remembered until a report must know of that
-      └── completed (the instance has done its part, the call may still be open) ──▶ removed
+    added ──▶ sent ──a report that must know of it──▶ counted ──completed──▶ remembered until a report must know of that
+      └────────┴─ completed (the instance has done its part, the call may still be open) ──▶ removed
     expected (its request moves here from another instance) ──▶ removed, when a call of its own is added
 
 A report describes the moment of the engine core's last sign, `age_s` ago. It counts a request only if that was
@@ -83,14 +83,19 @@ class InFlightCalls:
 
     def add(self, call: InFlightCall, num_tokens: int = 0, num_to_prefill: int = 0) -> None:
         """A call begins that brings `num_tokens` tokens whose KV it needs before it can go on; the instance computes
-        that of `num_to_prefill` of them, and has or loads the others'."""
+        that of `num_to_prefill` of them, and has or loads the others'. No report counts it before it is `sent`."""
         self._running[call] = None
-        self._add_sent(call, _Sent(self._clock(), num_tokens, num_to_prefill))
+        self._add_sent(call, _Sent(math.inf, num_tokens, num_to_prefill))
 
     def expect(self, call: InFlightCall, num_tokens: int) -> None:
         """The request of a call at another instance is about to come here: until the call is removed, it counts like
         one that no report has counted, so that those that decide after it see its place as taken."""
         self._add_sent(call, _Sent(math.inf, num_tokens, num_tokens))
+
+    def sent(self, call: InFlightCall) -> None:
+        """The call's request is on its way."""
+        if (sent := self._sent.get(call)) is not None:
+            sent.at_s = self._clock()
 
     def acknowledge(self, call: InFlightCall) -> None:
         """The instance has answered, so it has the request."""

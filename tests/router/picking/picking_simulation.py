@@ -161,6 +161,7 @@ class _Simulation:
         instance = self.choose(router)
         router.num_sent += 1
         router.calls[instance].add(request, *[self.requests[request].num_prompt_tokens] * 2)
+        router.calls[instance].sent(request)
         self.stubs[instance].num_in_transit += 1
         self.at(self.now_s + self.setup.delay_s, self.deliver, instance, request)
 

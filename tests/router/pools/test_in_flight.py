@@ -23,6 +23,7 @@ class Accounting:
     def sent(self, call: int, now_s: float, num_tokens: int = 0) -> None:
         self._now_s = now_s
         self.calls.add(call, num_tokens)
+        self.calls.sent(call)
 
     def acknowledged(self, call: int) -> None:
         self.calls.acknowledge(call)
@@ -129,6 +130,23 @@ def test_another_process_has_no_requests_of_the_old_one() -> None:
     assert counted == (0, 0, 0, 0)
 
 
+def test_a_report_counts_no_request_that_is_not_sent_yet() -> None:
+    inflight = Accounting(report_lag_s=0.1)
+    inflight.calls.add(1, 5)
+    inflight.calls.add(2, 5)
+    inflight.reported(1.0)
+    assert (inflight.num_unreported, inflight.num_unreported_tokens, inflight.num_requests) == (2, 10, 2)
+    inflight.ended(1, 1.0)
+    assert (inflight.num_unreported, inflight.num_ended) == (1, 0)
+    inflight.calls.sent(2)
+    inflight.reported(1.05)
+    assert inflight.num_unreported == 1
+    inflight.reported(1.2)
+    assert inflight.num_unreported == 0
+    inflight.ended(2, 1.2)
+    assert inflight.num_ended == 1
+
+
 def test_a_call_that_begins_again_counts_once() -> None:
     inflight = Accounting()
     inflight.sent(1, 0.0, num_tokens=5)
@@ -190,6 +208,20 @@ async def test_calls_to_the_old_process_are_still_notified_after_a_restart() -> 
     assert (calls.num_requests, calls.num_unreported_tokens) == (0, 0)
     calls.instance_ended("gone")
     assert old.notified == ["ended: gone"]
+
+
+async def test_reports_count_a_prompt_from_the_moment_in_which_its_reservation_is_made(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=Behaviour(reserve_s=60.0))
+    async with run(prefill=1, decode=[decode], disaggregation={"mode": "always"}) as rig:
+        [instance] = rig.app.pools.prefill.instances
+        asking = asyncio.create_task(rig.generate(max_tokens=1))
+        await decode.until("decode")
+        sent_s = time.monotonic()
+        await until(lambda: time.monotonic() - instance.report_age_s > sent_s + 2 * REPORT_LAG_S)
+        assert (instance.calls.num_requests, instance.calls.num_unreported) == (1, 1)
+        asking.cancel()
+        await until(lambda: not instance.calls.num_requests)
+        assert instance.calls.num_ended == 0
 
 
 async def test_a_report_of_a_state_before_a_request_does_not_count_it(run: Run) -> None:
