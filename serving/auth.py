@@ -51,6 +51,10 @@ class BearerTokens:
             raise Unauthenticated(f"unknown bearer token: {_HOW}")
         return owners[0]
 
+    @property
+    def has_several_tenants(self) -> bool:
+        return len({tenant for _, tenant in self._watched.current()}) > 1
+
     def authorize(self, context: Context) -> None:
         self.tenant_of(context.invocation_metadata())
 

@@ -30,7 +30,7 @@ class Caller:
     tenant: str = NO_TENANT
     is_authenticated: bool = False
     is_one_of_several: bool = False
-    """Whether the settings distinguish tenants."""
+    """Whether the settings distinguish it from other tenants."""
 
     def salt(self, own: str) -> str:
         """The cache salt of a request that names the salt `own`: never another tenant's, whatever it names."""
@@ -58,7 +58,8 @@ class Callers:
     def of(self, metadata: Metadata | None) -> Caller:
         """The caller of a call with this metadata. Raises Unauthenticated or InvalidArgument."""
         if self.tokens is not None:
-            return Caller(self.tokens.tenant_of(metadata), is_authenticated=True, is_one_of_several=True)
+            tenant, is_one_of_several = self.tokens.tenant_of(metadata), self.tokens.has_several_tenants
+            return Caller(tenant, is_authenticated=True, is_one_of_several=is_one_of_several)
         return Caller(tenant_of(metadata, self.tenant_key), is_one_of_several=bool(self.tenant_key))
 
 

@@ -104,7 +104,9 @@ async def test_a_token_that_is_removed_from_the_file_is_rejected_at_once(run: Ru
 async def test_a_tenants_priority_orders_no_other_tenants_requests_at_the_instances(run: Run, tokens: Path) -> None:
     async with run(prefill=0, auth={"tokens_file": tokens}) as rig:
         assert await ask(rig, ALICE, priority=3)
-        assert [record.detail.request.priority for record in rig.decode[0].recorded("decode")] == [0]
+        write_tokens(tokens, alice=[ALICE, BOB])
+        assert await ask(rig, BOB, priority=3)  # now hers as well, and she is the only tenant
+        assert [record.detail.request.priority for record in rig.decode[0].recorded("decode")] == [0, 3]
 
 
 async def test_the_token_names_the_tenant_whatever_the_client_says(run: Run, tokens: Path) -> None:
