@@ -365,6 +365,10 @@ class TokenTexts:
             return data.decode(errors="replace")
         return f"token_id:{token_id}" if self.tokenizer is None else self.of_all([token_id])
 
+    def data_or_text(self, token_id: int) -> bytes:
+        """The token's bytes, or those of its text where the vocabulary has none."""
+        return self.of(token_id).encode() if (data := self.data(token_id)) is None else data
+
     def of_all(self, token_ids: Sequence[int]) -> str:
         """The text of a whole prompt with its special tokens; "" without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=False)

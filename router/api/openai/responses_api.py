@@ -7,6 +7,7 @@ An item of reasoning, a message or a function call is one block of the answer (b
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -203,17 +204,25 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         self._id = f"resp_{exchange.answer_id}"
         self._created = int(time.time())
         self._num_thinking = 0
-        self._behind_thought = ""
-        """The text since the last reasoning, up to the mark that ends it."""
+        self._is_thought_over = False
+        self._behind_thought: list[bytes] = []
+        """The tokens since the last reasoning, those of its message too, up to the mark that ends it."""
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         await super().add(prompt_index, call, message)
         if message.delta.reasoning:
-            self._behind_thought = ""
-        elif not self._num_thinking or END in self._behind_thought:
+            self._behind_thought.clear()
+        elif not self._num_thinking or self._is_thought_over:
             return
-        self._behind_thought += message.tokens.text
-        self._num_thinking = self._num_tokens
+        self._count_thinking(message)
+
+    def _count_thinking(self, message: generation_pb2.GenerateResponse) -> None:
+        """Counts the tokens up to the mark, behind which a message may have the answer's."""
+        self._behind_thought += map(self._texts.data_or_text, message.tokens.token_ids)
+        at, ends = b"".join(self._behind_thought).find(_END), list(accumulate(map(len, self._behind_thought)))
+        num_behind = len(ends) - 1 - bisect_left(ends, at + len(_END)) if at >= 0 else 0
+        self._num_thinking = self._num_tokens - num_behind
+        self._is_thought_over = at >= 0 or bool(message.delta.content or message.delta.tool_calls)
 
     def _added(self, message: generation_pb2.GenerateResponse) -> Iterator[tuple[Block, str]]:
         new: list[dict[str, Any]] = []
@@ -351,10 +360,12 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
 
 def _own(entries: Sequence[Mapping[str, Any]], text: str, *, is_first: bool) -> slice:
     """Which tokens are those of `text`, the next part of a text; one that is of it in part is its own. Before the first
-    part are marks, reasoning and calls, behind each part what is held back."""
+    part are marks, reasoning and calls, behind each part calls and what is held back."""
     data, part = list(map(_data, entries)), text.encode()
     whole, ends = b"".join(data), list(accumulate(map(len, data)))
-    begin = whole.find(part, max(whole.rfind(mark) + len(mark) if mark in whole else 0 for mark in _MARKS))
+    begin = _OTHERS.sub(lambda found: bytes(len(found[0])), whole).find(part)
+    if begin < 0:  # what looks like a call may be text
+        begin = whole.rfind(part)
     end = begin + len(part)
     if begin < 0:  # the texts of single tokens are not always those of the output
         begin, end = len(whole) - len(part), len(whole)
@@ -366,8 +377,9 @@ def _data(entry: Mapping[str, Any]) -> bytes:
     return entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"])
 
 
-_MARKS = (END.encode(), HERMES.end.encode())
-"""Behind which a text begins."""
+_END, _CALL, _CALL_END = END.encode(), HERMES.mark.encode(), HERMES.end.encode()
+_OTHERS = re.compile(rb"\A.*?%b|(?:\A|%b)(?:(?!%b).)*?%b" % (_END, _CALL, _CALL, _CALL_END), re.DOTALL)
+"""Reasoning and calls, the first of which may have begun before."""
 _STATUSES = {
     common_pb2.FINISH_REASON_STOP: "completed",
     common_pb2.FINISH_REASON_LENGTH: "incomplete",

@@ -18,16 +18,23 @@ from tests.router.api.openai.test_blocks import Sent
 from tests.tokenizer_builders import byte_level
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+NAMED = '<tool_call>{"name": "f", "arguments": {"a": "漢字"}}</tool_call>'
 THOUGHT = "<think>\nIs it 漢字?\n</think>"
 TEXTS = {
     "reasoning": (f"{THOUGHT}\n\nYes, 漢字 it is.", ["Yes, 漢字 it is."]),
     "a call": (f"{THOUGHT}\n\n{CALL}\nThe best of times.", ["\nThe best of times."]),
     "both": (f"{THOUGHT}\n\nI look. \n{CALL}\n\nStop < it <tool", ["I look.", "\n\nStop < it <tool"]),
+    "a call behind": (f"{THOUGHT}\n\nI look. \n{CALL}", ["I look."]),
+    "calls behind": (f"{THOUGHT}\n\nI look. \n{CALL}\n{CALL}", ["I look."]),
+    "a call alone": (f"I look. \n{CALL}", ["I look."]),
+    "its words elsewhere": (f"{THOUGHT}\n\n漢字 {CALL}\n{NAMED}", ["漢字"]),
+    "no call": (f"{THOUGHT}\n\n<tool_call>No.</tool_call>", ["<tool_call>No.</tool_call>"]),
     "a letter": (f"{THOUGHT}\n\na <tool_call", ["a <tool_call"]),
     "no thought": ("<think>\n\n</think>\n\nYes, it is.", ["Yes, it is."]),
     "nothing": ("  Yes. \n\nIt is.", ["  Yes. \n\nIt is."]),
 }
 EACH = pytest.mark.parametrize(("text", "parts"), TEXTS.values(), ids=TEXTS)
+SOME, WHOLE = [1, 2, 3, 7, 20], 1000
 
 
 async def answered(text: str, num_at_once: int) -> dict[str, Any]:
@@ -67,8 +74,17 @@ def covered(text: str, logprobs: list[dict[str, Any]]) -> bool:
 
 
 @EACH
-@pytest.mark.parametrize("num_at_once", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("num_at_once", SOME)
 async def test_logprobs_of_a_text_are_those_of_its_own_tokens(text: str, parts: list[str], num_at_once: int) -> None:
+    await check_logprobs(text, parts, num_at_once)
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name != "both"])
+async def test_logprobs_are_found_in_one_message_with_all(name: str) -> None:
+    await check_logprobs(*TEXTS[name], WHOLE)
+
+
+async def check_logprobs(text: str, parts: list[str], num_at_once: int) -> None:
     response = await answered(text, num_at_once)
     found = [item["content"][0] for item in response["output"] if item["type"] == "message"]
     assert [part["text"] for part in found] == parts
@@ -77,7 +93,8 @@ async def test_logprobs_of_a_text_are_those_of_its_own_tokens(text: str, parts: 
 
 
 @EACH
-async def test_reasoning_ends_with_its_mark(text: str, parts: list[str]) -> None:
-    usage = (await answered(text, 1))["usage"]
+@pytest.mark.parametrize("num_at_once", [*SOME, WHOLE])
+async def test_reasoning_ends_with_its_mark(text: str, parts: list[str], num_at_once: int) -> None:
+    usage = (await answered(text, num_at_once))["usage"]
     expected = len(byte_level().encode(THOUGHT)) if text.startswith(THOUGHT) else 0
     assert usage["output_tokens_details"]["reasoning_tokens"] == expected
