@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from serving.redial import Redial
 from serving.settings import Section, setting
 from serving.tls import TlsFiles, TlsMaterial
 
@@ -77,7 +77,7 @@ def open_channel(
     `tls` None is plaintext; with TLS the peer must present a certificate of the files' CA, and is presented theirs.
     `peer_name` is the name that the peer's certificate must carry; None: the address's host. `options` take the place
     of `settings`. `redial_s` is how often, at most, a channel that reaches no peer is replaced by one that resolves the
-    name of `address` again; None: never.
+    name of `address` again, in an outage ever less often; None: never.
     """
     chosen = [*(channel_options(settings or ChannelSettings()) if options is None else options)]
     if tls is not None and peer_name is not None:
@@ -140,8 +140,7 @@ class ReloadingChannel(grpc.aio.Channel):
         """`files` None is plaintext; `redial_s` as in `open_channel`."""
         self._files = files
         self._dial = dial
-        self._redial_s = math.inf if redial_s is None else redial_s
-        self._redialled_s = -math.inf
+        self._redial = None if redial_s is None else Redial(redial_s)
         material = self._material()
         self._current = _Connection(material, dial(material))
         self._successor: _Connection | None = None
@@ -204,12 +203,11 @@ class ReloadingChannel(grpc.aio.Channel):
     def _may_be_elsewhere(self, newest: _Connection) -> bool:
         """Whether to resolve the peer's name again: gRPC does so only when a connection ends, and that of a server
         which drains lasts as long as its streams do."""
-        now_s = asyncio.get_running_loop().time()
-        is_due = self._redial_s < math.inf and now_s >= self._redialled_s + self._redial_s
-        if not is_due or newest.channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        if self._redial is None:
             return False
-        self._redialled_s = now_s
-        return True
+        state, states = newest.channel.get_state(), grpc.ChannelConnectivity
+        now_s = asyncio.get_running_loop().time()
+        return self._redial.is_due(now_s, is_ready=state is states.READY, is_failed=state is states.TRANSIENT_FAILURE)
 
     def _prepare_successor(self, material: TlsMaterial | None) -> None:
         if self._successor is not None:

@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import generation_pb2_grpc
+from serving.redial import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
 from tandem.client.here import is_here
@@ -60,7 +61,7 @@ _OPTIONS: Options = (
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # of 30 s: in a rollout the addresses change in less
 )
 MIN_REDIAL_S = 1.0
-"""Between two channels of one name."""
+"""Between two channels of one name, at the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +173,10 @@ def _is_name(target: str) -> bool:
     return target.startswith("dns:")
 
 
-def _is_unreachable(channel: grpc.Channel) -> bool:
-    """Whether no connection works. grpcio has the state of a blocking channel only for subscribers, which cost a thread
-    that polls, and inside."""
-    state = getattr(getattr(channel, "_channel", None), "check_connectivity_state", None)
-    return state is not None and state(False) == grpc.ChannelConnectivity.TRANSIENT_FAILURE.value[0]
+def _state(channel: grpc.Channel) -> grpc.ChannelConnectivity | None:
+    """grpcio has the state of a blocking channel only for subscribers, which cost a thread that polls, and inside."""
+    number = getattr(getattr(channel, "_channel", None), "check_connectivity_state", lambda connect: None)(False)
+    return next((state for state in grpc.ChannelConnectivity if state.value[0] == number), None)
 
 
 def _tls_files(credentials: Credentials) -> TlsFiles | None:
@@ -216,8 +216,7 @@ class ClientChannel:
         """Raises ValueError for an unusable file."""
         self._dial = partial(open_blocking_channel, target, options, credentials)
         self._files = _tls_files(credentials)
-        self._is_name = _is_name(target)
-        self._redialled_s = -MIN_REDIAL_S
+        self._redial = Redial(MIN_REDIAL_S) if _is_name(target) else None
         self._lock = threading.RLock()
         """Reentrant: the garbage collector may end an abandoned call on a thread that holds it."""
         self.closed = threading.Event()
@@ -260,11 +259,12 @@ class ClientChannel:
     def _is_outdated(self) -> bool:
         if self._files is not None and self._files.current() is not self._current.material:
             return True
-        now_s = time.monotonic()
-        if not self._is_name or now_s < self._redialled_s + MIN_REDIAL_S or not _is_unreachable(self._current.channel):
+        if self._redial is None:
             return False
-        self._redialled_s = now_s
-        return True
+        state, states = _state(self._current.channel), grpc.ChannelConnectivity
+        return self._redial.is_due(
+            time.monotonic(), is_ready=state is states.READY, is_failed=state is states.TRANSIENT_FAILURE
+        )
 
     def _connect(self) -> Connection:
         material = None if self._files is None else self._files.current()

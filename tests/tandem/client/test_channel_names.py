@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -36,7 +37,8 @@ class Rollout:
     def replace_for(self, client: Client) -> None:
         """Returns when `client` knows that the old router does not serve."""
         self.replace()
-        wait_until(lambda: channel._is_unreachable(client._channel._current.channel))
+        current = client._channel._current.channel
+        wait_until(lambda: channel._state(current) is grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 
     async def replace_for_async(self, client: AsyncClient) -> None:
         self.replace()
@@ -110,6 +112,23 @@ def test_calls_of_a_name_without_routers_seldom_connect_anew(rollout: Rollout, m
     assert used[0] is before
     assert used[1] is not before
     assert used[1:] == [used[1]] * 4
+
+
+def test_the_longer_no_router_answers_the_less_often_calls_connect_anew(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now_s))
+    rollout.old.is_ready(False)
+    changed_s, used = [], set[object]()
+    with Client(rollout.name, retries=0) as client:
+        for now_s in range(100, 200):
+            with pytest.raises(TandemError, match="no router answers"):
+                client.generate("go")
+            if client._channel._current not in used:
+                changed_s.append(now_s - 100)
+                used.add(client._channel._current)
+    assert changed_s == [0, 1, 2, 4, 8, 16, 32, 62, 92]
 
 
 def test_a_name_may_have_a_server_of_its_own() -> None:
