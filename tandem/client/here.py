@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 
-_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns:/*)")
-"""gRPC's, in front of an address."""
+_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns://[^/]*/|dns:/*)")
+"""gRPC's, in front of an address; that of DNS may name the server to ask."""
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

@@ -110,6 +110,10 @@ def test_what_is_on_this_machine() -> None:
     assert is_here("ipv6:[::1]:1,[::]:2")
     assert not is_here("ipv4:127.0.0.1:1,10.0.0.1:1")
     assert not is_here("dns:///router:1")
+    assert is_here("dns:///localhost:1")
+    assert is_here("dns://10.0.0.53/localhost:1")
+    assert is_here("dns://10.0.0.53:53/127.0.0.1:1")
+    assert not is_here("dns://127.0.0.1:53/router:1")
 
 
 def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:
