@@ -238,7 +238,9 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
         if "rates" in [one.name for one in given_options(click.get_current_context())]:
             _reject(("speed",), "{} changes the times of a trace, which --rate replaces")
     try:
-        results = asyncio.run(_bench(ServeOptions(**options), _credentials(options["address"], options["url"])))
+        results, is_printed = asyncio.run(
+            _bench(ServeOptions(**options), _credentials(options["address"], options["url"]))
+        )
     except (InvalidOption, TooManyRequests) as error:
         raise click.UsageError(str(error)) from None
     except (RequestFailed, TandemError) as error:
@@ -250,7 +252,7 @@ def command(*, json_file: Path | None, save_requests: bool, plots_folder: Path |
     _write(results, json_file, save_requests, plots_folder)
     if results.stopped_by in _STOPPED_BY.values():
         raise click.exceptions.Exit(INTERRUPTED)
-    if results.stopped_by or not any(point.report.num_succeeded for point in results.points):
+    if results.stopped_by or not is_printed or not any(point.report.num_succeeded for point in results.points):
         raise click.exceptions.Exit(1)
 
 
@@ -270,7 +272,7 @@ def _reject(names: Sequence[str], problem: str) -> None:
             raise click.UsageError(problem.format(option.opts[0]))
 
 
-async def _bench(options: ServeOptions, credentials: Credentials | None) -> Results:
+async def _bench(options: ServeOptions, credentials: Credentials | None) -> tuple[Results, bool]:
     from tandem.bench.serve.options import make_endpoint
 
     sweep = options.sweep()  # first: it finds mistakes without an endpoint
@@ -281,7 +283,8 @@ async def _bench(options: ServeOptions, credentials: Credentials | None) -> Resu
         await endpoint.close()
 
 
-async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> Results:
+async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> tuple[Results, bool]:
+    """The results, and whether all figures were printed."""
     from tandem.bench.serve.load import WarmUpFailed, run_sweep
     from tandem.bench.serve.options import check_requests, make_workload
 
@@ -301,6 +304,8 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
         results.points, results.stopped_by = error.points, str(error)
     finally:
         display.close()
+    if display.problem and len(results.points) < len(sweep.rates):
+        results.stopped_by = results.stopped_by or display.problem
     results.counting = endpoint.counting
     if len(results.points) > 1:
         display.show(sweep_table(results.points))
@@ -309,7 +314,7 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> R
     if results.stopped_by:
         measured = "figures until then" if results.points else "nothing was measured"
         echo_or_drop(f"PARTIAL, stopped: {results.stopped_by}; {measured}")
-    return results
+    return results, not display.problem
 
 
 def _stop_on_signals(results: Results) -> asyncio.Event:
@@ -354,6 +359,8 @@ class LoadDisplay:
         self._results = results
         self._stop = stop
         self._bar: tqdm[Never] | None = None
+        self.problem = ""
+        """Why figures could not be printed; empty if all were."""
 
     def warm_up(self, rate: float | None, num_requests: int) -> None:
         echo_or_drop(f"{format_rate(rate)}: warming up with {num_requests} requests …", err=True)
@@ -376,10 +383,11 @@ class LoadDisplay:
 
     def show(self, figures: Sequence[str]) -> None:
         """One line for each."""
-        if (problem := echo_or_drop("\n".join(figures))) and not self._results.stopped_by:
-            self._results.stopped_by = f"standard output cannot be written: {problem}"
+        problem = echo_or_drop("\n".join(figures))
+        if problem and not (self.problem or self._results.stopped_by):
+            self.problem = f"standard output cannot be written: {problem}"
             self._stop.set()
-            echo_or_drop(f"Error: {self._results.stopped_by}", err=True)
+            echo_or_drop(f"Error: {self.problem}", err=True)
 
     def close(self) -> None:
         """Removes the bar. Idempotent."""

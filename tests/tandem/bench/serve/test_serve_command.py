@@ -297,17 +297,20 @@ async def test_the_file_has_what_was_measured_where_nothing_can_be_printed(
     assert any((tmp_path / "p").iterdir())
 
 
-async def test_a_load_whose_figures_cannot_be_printed_ends_and_keeps_those_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rates", "is_partial"), [("inf,9", True), ("inf", False)])
+async def test_a_load_whose_figures_cannot_be_printed_ends_and_keeps_those_measured(
+    rates: str, is_partial: bool, tmp_path: Path
+) -> None:
     file, (reader, its_end) = tmp_path / "j", os.pipe()
     async with FakeTandem(closes(reader)) as server, asyncio.timeout(GUARD_S):
-        process = await started("--address", server.address, "--rate", "inf,9", "--json", str(file), stdout=its_end)
+        process = await started("--address", server.address, "--rate", rates, "--json", str(file), stdout=its_end)
         os.close(its_end)
         _, errors = await process.communicate()
     assert process.returncode == 1, errors
     problem = "standard output cannot be written: Broken pipe"
     assert errors.decode().splitlines()[2:] == [f"Error: {problem}"]
     results = json.loads(file.read_text())
-    assert results["stopped_by"] == problem
+    assert (results["partial"], results["stopped_by"]) == (is_partial, problem if is_partial else "")
     assert [point["num_succeeded"] for point in results["points"]] == [60]
 
 
