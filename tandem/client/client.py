@@ -87,11 +87,11 @@ class Client(_BaseClient):
     """A connection to a router, or to several. Safe to share between threads; `close` it, or use it in a `with`.
 
     `address` is host:port of a router; None takes the stack that `tandem up` runs on this machine. With several, as in
-    `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-routers:50051")`, a request goes to one that
-    is ready, and to another if that one rejects it as UNAVAILABLE before the answer has begun, at most `retries` times
-    (0..4; absent: 4, or 0 with a single address). An answer that has begun and breaks off is continued at most
-    `max_resumptions` times. `timeout_s` limits the whole time of one request. `credentials` None: those of the local
-    stack that has the address, or else plaintext.
+    `Client(["10.0.0.1:50051", "10.0.0.2:50051"])` or `Client("dns:tandem-routers:50051")` (with a DNS server of
+    its own: dns://10.0.0.53/tandem-routers:50051), a request goes to one that is ready, and to another if that one
+    rejects it as UNAVAILABLE before the answer has begun, at most `retries` times (0..4; absent: 4, or 0 with a single
+    address). An answer that has begun and breaks off is continued at most `max_resumptions` times. `timeout_s` limits
+    the whole time of one request. `credentials` None: those of the local stack that has the address, or else plaintext.
     """
 
     def _open(self, target: Target) -> None:
