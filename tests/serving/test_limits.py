@@ -80,12 +80,14 @@ async def test_as_many_as_the_setting_says_are_parsed_at_a_time() -> None:
         return len(data)
 
     assert await asyncio.gather(*[messages.parsed("a", LARGE, both) for _ in range(2)]) == [LARGE_BYTES] * 2
-    await messages.parsed("b", LARGE, slowly)
-    await messages.parsed("b", LARGE, slowly)
+    for _ in range(2):
+        await messages._acquire("b")
     waiting = [asyncio.create_task(messages.parsed("b", LARGE, len)) for _ in range(2 * limits._MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="16 large messages of this client wait already"):
         await messages.parsed("b", LARGE, len)
+    for _ in range(2):
+        messages._release("b")
     assert await asyncio.gather(*waiting) == [LARGE_BYTES] * len(waiting)
     await until(lambda: not messages._locks and not messages._num_waiting)
 

@@ -12,6 +12,7 @@ from router.api.openai import exchange
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import RunHttp
+from tests.waiting import until
 
 COMMENT = ":\n\n"
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
@@ -53,12 +54,21 @@ async def test_a_silent_stream_gives_signs_of_life(
 
 async def test_openais_client_reads_past_the_signs(run_http: RunHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_SILENCE_S", 0.02)
+    num_signs, sent_sign = 0, exchange.Exchange._send_sign
+
+    async def counted(self: exchange.Exchange) -> None:
+        nonlocal num_signs
+        await sent_sign(self)
+        num_signs += 1
+
+    monkeypatch.setattr(exchange.Exchange, "_send_sign", counted)
     permits = asyncio.Semaphore(2)
     decode = FakeInstance("decode", behaviour=Behaviour(permits=permits))
     async with run_http(prefill=0, decode=[decode]) as http:
         stream = await http.openai.completions.create(model="fake", prompt="hi", max_tokens=6, seed=1, stream=True)
         texts = [(await anext(stream)).choices[0].text for _ in range(2)]
-        await asyncio.sleep(0.1)
+        num_before = num_signs
+        await until(lambda: num_signs >= num_before + 2)
         permit(permits, 4)
         texts += [event.choices[0].text async for event in stream]
         permit(permits, 6)
