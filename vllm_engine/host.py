@@ -248,12 +248,13 @@ class Host:
         try:
             moves_kv = request.hold_kv is not None or request.remote_kv is not None
             if moves_kv and not self._has_connector:
-                raise InvalidRequest(
-                    "transfer", "this instance's vLLM has no KV connector", "requests without a transfer"
-                )
+                problem = "this instance's vLLM has no KV connector"
+                raise InvalidRequest("transfer", problem, "requests without a transfer")
             running.constraint = request.params.constraint
             if running.constraint and (failure := await self._grammars.compile(running.constraint)):
                 return self._fail(request, *failure)
+            if running.constraint and running.load is not None:  # the wait for room begins
+                self._restart_wait(running, running.load)
             await self._generate(running, request)
         except InvalidRequest as error:
             self._fail(request, str(error), "invalid_constraint")
@@ -291,9 +292,8 @@ class Host:
                     return self._fail(request, *failure)
                 if running.load is not None:
                     await running.load.ended.wait()
-                event = tokens_event(
-                    request, output, is_first=not running.has_token, max_model_len=self._info.max_model_len
-                )
+                is_first, max_model_len = not running.has_token, self._info.max_model_len
+                event = tokens_event(request, output, is_first=is_first, max_model_len=max_model_len)
                 self._answered = True
                 self._emit(event if running.load is None else _with_origin(event, running))
                 running.has_token = True
@@ -336,11 +336,13 @@ class Host:
     def _reserved(self, running: _Running, load: _Load, event: ReservedEvent) -> None:
         """The wait for room takes nothing from the time in which the prompt is computed elsewhere."""
         load.reserved = event
-        load.expires.cancel()
-        if running.request.remote_kv is None:
-            return  # it was submitted anew meanwhile
-        load.expires = self._expire_in(running.request.remote_kv.reservation_s, running)
+        self._restart_wait(running, load)
         self._pass_seed(running)
+
+    def _restart_wait(self, running: _Running, load: _Load) -> None:
+        load.expires.cancel()
+        if (remote_kv := running.request.remote_kv) is not None:  # else it was submitted anew, and waits for nothing
+            load.expires = self._expire_in(remote_kv.reservation_s, running)
 
     def _seed(self, request_id: str, token_ids: list[int]) -> None:
         running = self._running.get(request_id)
@@ -448,7 +450,6 @@ async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
     vllm_config = engine.vllm_config
     cache, model, scheduler = vllm_config.cache_config, vllm_config.model_config, vllm_config.scheduler_config
     facts = (await engine.collective_rpc("tandem_facts"))[0]
-    num_blocks = cache.num_gpu_blocks - 1  # vLLM keeps one for itself
     shape = json.dumps([facts["kv_shape"][0][1:], facts["kv_dtype"], len(facts["kv_shape"]), cache.block_size])
     bytes_per_block = facts["kv_bytes"] // cache.num_gpu_blocks
     layout = _Layout(cache.block_size, bytes_per_block, hashlib.sha256(shape.encode()).digest())
@@ -469,7 +470,7 @@ async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
         model_identity=identity,
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
-        num_blocks=num_blocks,
+        num_blocks=cache.num_gpu_blocks - 1,  # vLLM keeps one for itself
         bytes_per_block=bytes_per_block,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,

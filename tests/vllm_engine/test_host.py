@@ -233,6 +233,23 @@ class _BusyVllm:
             self.aborted.append(request_id)
 
 
+async def test_the_wait_for_room_begins_when_the_grammar_is_there(make_rig: Any) -> None:
+    rig, vllm = make_rig(grammar_s=600.0), _BusyVllm()
+    rig.vllm.generate = vllm.generate
+    params, remote = SamplingParams(max_tokens=4, regex="[a-z]+"), RemoteKV(transfer_id="t", reservation_s=30.0)
+    rig.host._add(EngineRequest(request_id="r", prompt_token_ids=[1], params=params, remote_kv=remote))
+    load = rig.host._running["r"].load
+    whole, now = load.expires, asyncio.get_running_loop().time
+    released = now()
+    rig.vllm.release.set()
+    await until(lambda: vllm.received)
+    assert released + 30 <= load.expires.when() <= now() + 30
+    assert whole.cancelled()
+    rig.host._cancel("r")
+    await until(lambda: "r" not in rig.host._running)
+    assert load.expires.cancelled()
+
+
 async def test_what_no_step_has_begun_in_time_ends_for_lack_of_room(make_rig: Any) -> None:
     rig = make_rig()
     vllm = rig.host._engine = rig.host._begin_limits._engine = _BusyVllm()
