@@ -43,7 +43,8 @@ class FailedRequests:
             text = os.pread(self._fd, os.fstat(self._fd).st_size - self._num_read, self._num_read)
             self._num_read += len(text)
             for failed_id, is_finite in (line.split() for line in text.decode().splitlines()):
-                self._failures[failed_id] = _NOTHING_ALLOWED if is_finite == "1" else _NOT_FINITE
+                cause = _NOTHING_ALLOWED if is_finite == "1" else _NOT_FINITE
+                self._failures.setdefault(failed_id, cause)  # later ones are of tokens after it
         return self._failures.get(request_id)
 
     def forget(self, request_id: str) -> None:

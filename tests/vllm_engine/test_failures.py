@@ -26,6 +26,18 @@ def test_logits_that_are_not_finite_are_not_the_requests_fault(
     assert failure[1] == kind
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_the_first_cause_of_a_failure_stays(tmp_path: Path, looks: bool) -> None:
+    failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
+    log.add("a", is_finite=False)
+    first = failed.take("a") if looks else None
+    log.add("a", is_finite=True)
+    failure = failed.take("a")
+    assert failure is not None
+    assert "not finite" in failure[0]
+    assert first in (failure, None)
+
+
 def test_a_request_that_has_ended_is_forgotten(tmp_path: Path) -> None:
     failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
     log.add("a", is_finite=True)
