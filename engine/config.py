@@ -90,7 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_held_fraction: float = 0.5
     """Fraction of the blocks that transfers may hold before new hand-over requests wait."""
     grammar_s: float = GRAMMAR_S
-    """How long a request may wait until its constraint is compiled; then it ends with an error."""
+    """How long a request may wait until its constraint is compiled; then it ends with an error. Offline it limits each
+    compilation, not how long a request waits behind others."""
     kv_connector: KVConnectorConfig = KVConnectorConfig()
     process_setup: str = ""
     """`module:function` that the core's process calls first, to set up logging."""

@@ -142,8 +142,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
         in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid or its
-        constraint cannot be compiled, and EngineError if that takes longer than `grammar_s`. An output whose parameters
-        leave no token to sample, which shows only then, ends with finish_reason error."""
+        constraint cannot be compiled, and EngineError if that takes longer than `grammar_s` for one of them. An output
+        whose parameters leave no token to sample, which shows only then, ends with finish_reason error."""
         listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _one_for_each(given, len(listed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import assert_never
 
@@ -177,12 +177,15 @@ class EngineCore:
                 assert_never(command)
 
     def await_grammars(self) -> None:
-        """Wait until the constraints of all requests are compiled, at most `grammar_s`. Raises InvalidRequest for one
-        that cannot be; other failures, and requests that have waited too long, are events of the next step."""
+        """Wait until the constraints of all requests are compiled, for each at most `grammar_s` from when those before
+        it are. Raises InvalidRequest for one that cannot be; other failures, and a compilation that takes longer, are
+        events of the next step."""
         waiting = self.scheduler.compiling.values()
-        grammars = {request.grammar for request in waiting if request.grammar is not None}
-        until_s = min((request.deadline for request in waiting if request.deadline is not None), default=0.0)
-        wait(grammars, timeout=max(0.0, until_s - time.monotonic()), return_when=FIRST_EXCEPTION)
+        grammars = dict.fromkeys(request.grammar for request in waiting if request.grammar is not None)
+        for grammar in grammars:  # in the order in which their compilations begin
+            wait({grammar}, timeout=self.config.grammar_s)
+            if not grammar.done() or grammar.exception() is not None:
+                break
         for grammar in grammars:
             if grammar.done() and isinstance(error := grammar.exception(), InvalidRequest):
                 raise error

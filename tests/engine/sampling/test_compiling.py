@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
+from engine.core import core as core_module
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
 from engine.errors import EngineError, InvalidRequest
 from engine.sampling import grammar
 from engine.sampling.constraints import Constraint
-from engine.sampling.grammar import GrammarCompiler, _Library
+from engine.sampling.grammar import Grammar, GrammarCompiler, _Library
 from tests.engine.sampling.grammar_cores import END, gathered, grammar_checkpoint
 
 
@@ -76,6 +80,44 @@ def test_a_call_offline_waits_no_longer_for_its_grammars_than_a_request_that_is_
         gate.future.set_exception(failure)
     with pytest.raises(EngineError, match=message):
         llm.generate([[1, 2]], SamplingParams(regex="ab", stop_token_ids=(END,)), use_tqdm=False)
+    assert llm.core.load.num_waiting == 0
+
+
+class Clock:
+    """The core's time, in which compilations take so many seconds, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, seconds: list[float]) -> None:
+        self.now_s = 0.0
+        self._grammar = grammar
+        self._seconds = seconds
+        self._futures: dict[Constraint, Future[Grammar]] = {}
+        monkeypatch.setattr(GrammarCompiler, "compiled", lambda _, one: self._futures.setdefault(one, Future()))
+        monkeypatch.setattr(core_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(core_module, "wait", self._wait)
+
+    def _wait(self, awaited: Collection[Future[Grammar]], timeout: float) -> None:
+        end_s = self.now_s + timeout
+        while not all(one.done() for one in awaited):
+            seconds = self._seconds[0]
+            if self.now_s + seconds > end_s:
+                self._seconds[0] -= end_s - self.now_s
+                self.now_s = end_s
+                return
+            self.now_s += self._seconds.pop(0)
+            next(one for one in self._futures.values() if not one.done()).set_result(self._grammar)
+
+
+@pytest.mark.parametrize(("seconds", "is_error"), [([40, 40, 59, 40], False), ([40, 61, 40, 40], True)])
+def test_a_call_offline_limits_each_compilation_and_not_how_many_there_are(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seconds: list[float], is_error: bool
+) -> None:
+    llm = LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", num_blocks=64, grammar_s=60.0)
+    clock = Clock(monkeypatch, llm.core._grammars.compiled(Constraint("regex", "ab")).result(), seconds)
+    params = [SamplingParams(regex=f"ab|c{number}", stop_token_ids=(END,)) for number in range(4)]
+    expected = pytest.raises(EngineError, match="offline-1-0: the constraint was not") if is_error else nullcontext()
+    with expected:
+        llm.generate([[1, 2]] * 4, params, use_tqdm=False)
+    assert clock.now_s == (100 if is_error else 179)
     assert llm.core.load.num_waiting == 0
 
 
