@@ -27,12 +27,15 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = msgspec.field(default=None, name="max_new_tokens")
 
     @classmethod
-    def from_folder(cls, path: str | Path, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
-        """Read a model's folder; `tokenizer`: the folder's, if it is loaded already."""
+    def from_folder(
+        cls, path: str | Path, tokenizer: Tokenizer | None = None, *, skips_tokenizer: bool = False
+    ) -> GenerationDefaults:
+        """Read a model's folder; `tokenizer`: the folder's, if it is loaded already. With `skips_tokenizer` it is read
+        only if the other files have no EOS. Raises EngineError."""
         folder = Path(path)
         config = _read(folder / "generation_config.json")
         eos = _eos_ids(config) or _eos_ids(_read(folder / "config.json"))
-        if tokenizer is None and (folder / "tokenizer.json").is_file():
+        if tokenizer is None and not (skips_tokenizer and eos) and (folder / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos = eos if tokenizer.eos_token_id in eos else (*eos, tokenizer.eos_token_id)

@@ -116,10 +116,10 @@ class LLM:
         if not skip_tokenizer_init and (problem := missing_tokenizer(folder)):
             raise UnsupportedModel(f"{problem}, or set skip_tokenizer_init=True for prompts of token ids")
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(folder)
+        self._defaults = GenerationDefaults.from_folder(folder, self.tokenizer, skips_tokenizer=skip_tokenizer_init)
         set_num_threads(config.num_threads, num_processes=config.parallelism.num_ranks)
         self._woken = threading.Event()
         self.core = EngineCore(config, wake=self._woken.set)
-        self._defaults = GenerationDefaults.from_folder(config.model, self.tokenizer)
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 

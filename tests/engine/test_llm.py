@@ -58,6 +58,22 @@ def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(che
         LLM(folder, num_gpu_blocks_override=8, skip_tokenizer_init=True)
 
 
+def test_a_tokenizer_that_is_not_wanted_is_read_only_for_an_eos_id_and_before_the_weights(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("no tokenizer")
+    llm = LLM(folder, num_gpu_blocks_override=8, skip_tokenizer_init=True)
+    [answer] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert answer.outputs[0].token_ids
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(EngineError, match=r"tokenizer\.json"):
+        LLM(folder, num_gpu_blocks_override=8, skip_tokenizer_init=True)
+
+
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}]
 PARTS = [{"type": "text", "text": "Add 1 and 2,"}, {"type": "text", "text": "please."}]
 CALLED = [
