@@ -202,9 +202,11 @@ def _read(file: Any, stored: _Stored) -> torch.Tensor:
 
 def _single_experts(file: Any, stored: _Stored) -> dict[str, _Stored]:
     """The experts in a layer's gate_up_proj [experts, 2 * intermediate, hidden] or down_proj [experts, hidden,
-    intermediate], by their names one by one; any other tensor by its own. Of a file only its header is read."""
+    intermediate], by their names one by one; any other tensor by its own, and one without numbers, of which a small
+    file can have any number of experts. Of a file only its header is read."""
     prefix, _, fused = stored.name.rpartition(".experts.")
-    if fused not in _FUSED or len(shape := file.get_slice(stored.name).get_shape()) != _FUSED_DIMENSIONS:
+    shape = file.get_slice(stored.name).get_shape() if fused in _FUSED else []
+    if len(shape) != _FUSED_DIMENSIONS or 0 in shape:
         return {stored.name: stored}
     num_experts, num_rows, _ = shape
     half = num_rows // 2

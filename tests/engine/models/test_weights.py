@@ -83,6 +83,17 @@ def test_an_unexpected_tensor_is_named(checkpoint: Path) -> None:
         _load(checkpoint)
 
 
+@pytest.mark.parametrize("shape", [(1000, 0, 0), (1000, 0, 64), (1000, 2, 0), (0, 2, 64)])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_experts_without_numbers_are_not_counted(checkpoint: Path, name: str, shape: tuple[int, ...]) -> None:
+    """They take no bytes of the file, so that its header may name any number of them."""
+    experts = f"model.layers.0.mlp.experts.{name}"
+    _rewrite(checkpoint, lambda tensors: tensors.update({experts: torch.ones(shape)}))
+    message = f"tensors that the architecture does not use: '{experts}' of model.safetensors"
+    with pytest.raises(InvalidCheckpoint, match=f"{re.escape(message)}$"):
+        _load(checkpoint)
+
+
 def test_a_tensor_of_integers_is_refused(checkpoint: Path) -> None:
     _rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96, dtype=torch.int8)}))
     with pytest.raises(InvalidCheckpoint, match=r"'model\.norm\.weight' .* is torch\.int8"):
