@@ -13,6 +13,7 @@ import json
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -194,22 +195,25 @@ _PROBE_CALL = {"id": "c0ffee123", "type": "function", "function": {"name": _PROB
 _PROBE: Messages = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
-    {"role": "tool", "content": "1", "tool_call_id": "c0ffee123"},
+    {"role": "tool", "content": "1", "tool_call_id": "c0ffee123", "name": "other"},
 ]
 
 
 def _form_of_calls(render: Callable[[Messages], str]) -> _CallForm | None:
-    """The first form whose calls are in the text; None if they are in none, and the first form is no error."""
-    is_left_out = False
+    """The first form whose calls are in the text; None if they are in none, and the first form is no error. A template
+    that rejects results, as Gemma's does, is given none."""
+    texts = _texts_of_forms(render, _PROBE) or _texts_of_forms(render, _PROBE[:-1])
+    found = next((form for form, text in texts.items() if _PROBE_NAME in text), None)
+    return found if found is not None or _FORMS[0] in texts else _FORMS[0]
+
+
+def _texts_of_forms(render: Callable[[Messages], str], probe: Messages) -> dict[_CallForm, str]:
+    """The text of `probe` in each form that is no error."""
+    texts = {}
     for form in _FORMS:
-        try:
-            text = render(form.applied(_PROBE))
-        except (*_TEMPLATE_ERRORS, RecursionError):
-            continue
-        if _PROBE_NAME in text:
-            return form
-        is_left_out = is_left_out or form == _FORMS[0]
-    return None if is_left_out else _FORMS[0]
+        with suppress(*_TEMPLATE_ERRORS, RecursionError):
+            texts[form] = render(form.applied(probe))
+    return texts
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -85,6 +85,35 @@ def test_the_template_that_is_rendered_decides() -> None:
     assert template.render(history, tools=tools) == template.render(pairs, tools=tools)
 
 
+ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content | trim }}{% endfor %}"
+)
+"""As Gemma's: it rejects results and leaves out calls."""
+NAMED_RESULTS = (
+    "{% for message in messages %}{% if message.content is none %}<call>{{ message.tool_calls[0].function.name }}"
+    "{% elif message.role == 'tool' %}{{ '<result of ' + message.name + '>' + message.content }}"
+    "{% else %}<{{ message.role }}>{{ message.content }}{% endif %}"
+    "{% if loop.last and message.role == 'assistant' %}{{ raise_exception('a call without a result') }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_template_that_rejects_results_leaves_out_no_calls_unseen() -> None:
+    template = ChatTemplate(ALTERNATING, {})
+    with pytest.raises(InvalidRequest, match="the chat template leaves out tool calls"):
+        template.render([USER, calling(A), USER])
+    assert template.render([USER, calling(A, content="I add."), USER]) == "<user>Add.<assistant>I add.<user>Add."
+    shown = ChatTemplate(ALTERNATING.replace("<{{", "{{ message.tool_calls }}<{{"), {})
+    assert "'A'" in shown.render([USER, calling(A), USER])
+
+
+def test_results_have_names_when_the_form_of_calls_is_found() -> None:
+    rendered = ChatTemplate(NAMED_RESULTS, {}).render([USER, calling(A), result("cA", "1") | {"name": "A"}])
+    assert rendered == "<user>Add.<call>A<result of A>1"
+
+
 @pytest.mark.parametrize("calls", [5, "ab", [5, 6], [{"id": []}, {}], None])
 def test_calls_of_another_form_are_the_templates(calls: Any) -> None:
     with pytest.raises(InvalidRequest, match="rejected by the chat template"):
