@@ -6,10 +6,12 @@ sampled in float32 from distributions that vary, so rounding, which differs betw
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from engine import LLM, SamplingParams
 from engine.identity import COMPUTATION_VERSION
@@ -22,6 +24,16 @@ SAMPLED = SamplingParams(
 )
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+WEIGHTS = {
+    "llama": "015789adfa51cc90",
+    "qwen2": "24808f728326dc39",
+    "qwen3": "8601778198d923ac",
+    "qwen3_moe": "c31935e414aed1e0",
+    "mistral": "c841021382cbd59d",
+    "mixtral": "93f817ae130a721e",
+    "gemma2": "3d0706f2ffedc7dc",
+}
+"""Digests of the checkpoints that the results are of."""
 RESULTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "llama": ("llama", {}, [646, 184, 1002, 623, 366, 980, 809, 900, 567, 514, 357, 931, 949, 400, 627, 970]),
     "qwen2": ("qwen2", {}, [731, 147, 803, 811, 58, 1022, 559, 840, 694, 565, 45, 937, 956, 267, 85, 922]),
@@ -43,15 +55,24 @@ RESULTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
 }
 
 
+def weights_digest(folder: Path) -> str:
+    """Of names, shapes, and which of a tensor's first 16 numbers exceed its mean: rounding does not change it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        exceeds = (tensor.flatten()[:16] > tensor.mean()).tolist()
+        digest.update(f"{name} {list(tensor.shape)} {exceeds}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_that_change_have_another_computation_version(name: str, tmp_path: Path) -> None:
     architecture, overrides, expected = RESULTS[name]
-    llm = LLM(
-        lively_checkpoint(tmp_path, architecture, **overrides),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        num_gpu_blocks_override=64,
+    folder = lively_checkpoint(tmp_path, architecture, **overrides)
+    assert (weights := weights_digest(folder)) == WEIGHTS[architecture], (
+        f"tests/builders.py writes another checkpoint, {weights}: transformers or torch has changed. Record its digest "
+        "and the results here, in a commit that leaves the engine and COMPUTATION_VERSION as they are"
     )
+    llm = LLM(folder, skip_tokenizer_init=True, dtype="float32", num_gpu_blocks_override=64)
     _, prompt = random_prompts(2, longest=100, vocab_size=1024, seed=3)
     (answer,) = llm.generate([{"prompt_token_ids": prompt}], SAMPLED, use_tqdm=False)
     found = list(answer.outputs[0].token_ids)
