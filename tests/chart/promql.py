@@ -10,7 +10,7 @@ _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"((?:[^"\\]|\\.)*)"')
 _GROUPING = re.compile(r"\b(?:by|without|on)\s*\(([^)]*)\)")
 _WORDS = {
     *("sum", "max", "min", "rate", "increase", "histogram_quantile", "absent", "min_over_time", "time"),
-    *("last_over_time", "by", "or", "unless", "and"),
+    *("last_over_time", "max_over_time", "by", "or", "unless", "and"),
 }
 _RANGE = re.compile(r"\[[^\]]*\]|\boffset\s+\w+")
 
