@@ -45,7 +45,7 @@ class ExternalScaler:
     """KEDA asks for the sizes of the pools. Belongs to one event loop.
 
         trigger {pool: decode} ──GetMetrics──▶ observation of now ─▶ decide_now of both pools ─▶ balance ─▶ its size
-                                                     └─ a problem, or a load that is unknown ─▶ UNAVAILABLE
+                                                     └─ a problem, an unknown load, or all are young ─▶ UNAVAILABLE
                                ──IsActive────▶ requests at this router, or at another one; unknown counts as active
 
     The metric is the number of instances with a target of one for each, so that an HPA orders that number. Windows and
@@ -111,7 +111,7 @@ class ExternalScaler:
         settings = self.observer.settings
         policy = settings.prefill if role == "prefill" else settings.decode
         samples = tuple(samples_of(role, self.observer.safeguards))
-        return counts_of(samples, policy.warm_up_s)
+        return counts_of(samples, policy)
 
     def _is_active(self) -> bool:
         return self.observer.idle_s() < self.active_s

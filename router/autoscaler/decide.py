@@ -233,18 +233,24 @@ def _cooled_down(decision: ScaleDecision, policy: PoolPolicy, history: History) 
 def decide_now(observation: PoolObservation, policy: PoolPolicy, num_present: int) -> ScaleDecision:
     """The size that this observation alone demands, for an autoscaler with windows of its own, such as an HPA.
 
-    The observation's size is the number of ready instances. The `num_present` include those that start or are silent:
-    a scale-up has ordered them, or a rollout has added them for a time, which are not distinguishable here. Held where
-    the observation has a problem, and where the number that is enough is unknown and no growth is demanded.
+    The observation's size is the number of ready instances. The `num_present` include those that start, are young or
+    silent: a scale-up has ordered them, or a rollout has added them for a time, which are not distinguishable here. So
+    what the load on the young ones demands counts only beyond all that are present. Held where the observation has a
+    problem, and where the number that is enough is unknown and no growth is demanded.
     """
     size, stays = observation.size or 0, (num_present,) * 3
     if (problem := observation.problem) is not None:
         return ScaleDecision(observation.role, observation.at_s, *stays, problem.kind, problem.message)
-    now = demand_of(observation, policy)
+    now, settled = demand_of(observation, policy), observation.of_settled
+    if now.num_wanted <= num_present:
+        if not settled.warm:
+            young = f"no warm instance has been ready for {policy.settled_s:g} s, and a rollout may have added any"
+            return ScaleDecision(observation.role, observation.at_s, *stays, "missing", young)
+        now = demand_of(settled, policy)
     demanded = _demanded(now, size, num_present)
     if demanded is None:
         return ScaleDecision(observation.role, observation.at_s, *stays, "missing", now.enough_for)
-    desired = min(max(demanded, policy.min_size), policy.max_size)
+    desired, size = min(max(demanded, policy.min_size), policy.max_size), size or num_present
     return ScaleDecision(
         observation.role, observation.at_s, size, desired, desired, None, now.wanted_by.describe(desired)
     )

@@ -50,8 +50,7 @@ class InstanceSample(NamedTuple):
         return self.state == "ready" and self.view is not None and self.view.out is not None
 
 
-_SETTLED_S = 10.0
-_BEFORE_WARM_S = 5.0
+_COUNTED_S = 10.0
 
 
 class ProcessCounts(NamedTuple):
@@ -94,6 +93,8 @@ class PoolObservation:
     """The desired size; None: unknown, and the pool cannot be resized."""
     warm: tuple[InstanceLoad, ...] = ()
     others: tuple[InstanceLoad, ...] = ()
+    young: frozenset[str] = frozenset()
+    """Names of the warm ones that a rollout may have added for a time."""
     num_silent: int = 0
     num_silent_routers: int = 0
     """Other routers whose queue and latencies are unknown."""
@@ -108,6 +109,13 @@ class PoolObservation:
     def num_pending(self) -> int:
         """Desired instances that are not warm: they start, or are cold, ejected or silent."""
         return max((self.size or 0) - len(self.warm), 0)
+
+    @property
+    def of_settled(self) -> PoolObservation:
+        """The same with the young ones among the others."""
+        settled = tuple(load for load in self.warm if load.name not in self.young)
+        young = tuple(load for load in self.warm if load.name in self.young)
+        return replace(self, warm=settled, others=(*self.others, *young), young=frozenset())
 
     @property
     def is_blocked(self) -> bool:
@@ -151,6 +159,7 @@ def observe(
         size=size,
         warm=warm_loads,
         others=other_loads,
+        young=frozenset(one.name for one in warm if not _is_warm(one, policy.settled_s)),
         num_silent=len(silent),
         num_ending=num_ending,
         queue=EMPTY_QUEUE if any(load.is_blocked for load in warm_loads) else queue,
@@ -183,14 +192,13 @@ def load_of(role: Role, sample: InstanceSample, speed_per_s: float | None) -> In
     )
 
 
-def counts_of(samples: Sequence[InstanceSample], warm_up_s: float) -> ProcessCounts:
-    """A ready instance counts as such once a rollout that adds it has begun to drain its predecessor, and before it is
-    warm: 5 s before, or after 10 s if that is later and it is warm no sooner. A rollout drains the predecessor when
-    Kubernetes has seen it ready too, and minReadySeconds have passed, by which `warm_up_s` is to be longer."""
-    settled_s = max(warm_up_s - _BEFORE_WARM_S, min(_SETTLED_S, warm_up_s))
+def counts_of(samples: Sequence[InstanceSample], policy: PoolPolicy) -> ProcessCounts:
+    """A ready instance counts as such once a rollout that adds it has begun to drain its predecessor: when Kubernetes
+    has seen it ready too, and minReadySeconds have passed. That is before its load does, at `policy.settled_s`."""
+    counted_s = policy.min_ready_s + min(_COUNTED_S, policy.warm_up_s)
     ready = [one.view for one in samples if one.state == "ready" and one.view is not None]
     num_ending = sum(sample.state in ENDING for sample in samples)
-    num_ready = sum(view.up_s >= settled_s for view in ready)
+    num_ready = sum(view.up_s >= counted_s for view in ready)
     return ProcessCounts(num_ready, len(samples) - num_ending, num_ending)
 
 

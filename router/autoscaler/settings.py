@@ -59,6 +59,12 @@ class PoolPolicy(Section):
         " ignored.",
         ge=0,
     )
+    min_ready_s: float = setting(
+        0.0,
+        "minReadySeconds of the pool's Deployment: for so much longer an autoscaler outside does not count an instance,"
+        " which may be one that a rollout has added for a time.",
+        ge=0,
+    )
     start_timeout_s: float = setting(
         300.0, "Seconds after a change in which the pool waits for its instances before it grows again.", gt=0
     )
@@ -67,6 +73,12 @@ class PoolPolicy(Section):
     def objective_s(self) -> float | None:
         """The latency objective of this pool in seconds; None: there is none."""
         return None
+
+    @property
+    def settled_s(self) -> float:
+        """Seconds after this router has first seen an instance by which it is none that a rollout has added for a time,
+        and is warm."""
+        return self.min_ready_s + self.warm_up_s
 
     @model_validator(mode="after")
     def _is_coherent(self) -> Self:

@@ -161,10 +161,13 @@ def test_pools_wait_as_long_as_they_need(values: dict[str, Any], seconds: tuple[
     assert all(spec["progressDeadlineSeconds"] > spec.get("minReadySeconds", 0) for spec in specs)
 
 
-def test_keda_does_not_count_what_a_rollout_adds_meanwhile(read: Read) -> None:
-    keda = {"autoscaling": {"mode": "external", "keda": {"enabled": True}}}
-    usual_s = DecodePolicy().warm_up_s
-    policies = read(checked({**keda, "pools": {"decode": {"minReadySeconds": 55}}}), "router")[0].autoscaler
-    assert (policies.prefill.warm_up_s, policies.decode.warm_up_s) == (usual_s + 40, usual_s + 55)
-    for values in ({**keda, "discovery": "endpoints"}, {"autoscaling": {"mode": "builtin"}}):
-        assert read(checked(values), "router")[0].autoscaler.decode.warm_up_s == usual_s
+@pytest.mark.parametrize("keda", [True, False])
+def test_an_autoscaler_outside_does_not_count_what_a_rollout_adds_meanwhile(keda: bool, read: Read) -> None:
+    """The chart's ScaledObjects, or one's own, of instances that are as soon warm as others."""
+    outside = {"autoscaling": {"mode": "external", "keda": {"enabled": keda}}}
+    policies = read(checked({**outside, "pools": {"decode": {"minReadySeconds": 55}}}), "router")[0].autoscaler
+    assert (policies.prefill.min_ready_s, policies.decode.min_ready_s) == (40, 55)
+    for policy in (policies.prefill, policies.decode):
+        assert policy.warm_up_s == DecodePolicy().warm_up_s
+    for values in ({**outside, "discovery": "endpoints"}, {"autoscaling": {"mode": "builtin"}}):
+        assert read(checked(values), "router")[0].autoscaler.decode.min_ready_s == 0

@@ -73,15 +73,17 @@ ipFamilyPolicy: SingleStack
 {{- if $root.Values.tls.enabled }}{{ $_ := set $decided.signals "router_name" (include "tandem.routerName" $root) }}{{ end -}}
 {{- if eq $root.Values.autoscaling.mode "builtin" -}}
 {{- $decided = mustMergeOverwrite $decided (include "tandem.resizingSettings" $root | fromYaml) (include "tandem.scalingSettings" $root | fromYaml) -}}
-{{- else if $root.Values.autoscaling.keda.enabled -}}
-{{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
-{{- $_ := set $decided.signals "active_s" (mul 3 $root.Values.autoscaling.keda.pollingSeconds) -}}
+{{- else if eq $root.Values.autoscaling.mode "external" -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $spec := include "tandem.pool" (dict "root" $root "component" $role) | fromYaml -}}
 {{- with include "tandem.minReadySeconds" (dict "root" $root "component" $role "spec" $spec) | int -}}
-{{- $_ := set (index $decided.autoscaler $role) "warm_up_s" (add 15 .) -}}
+{{- $decided = mustMergeOverwrite $decided (dict "autoscaler" (dict $role (dict "min_ready_s" .))) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if $root.Values.autoscaling.keda.enabled -}}
+{{- $decided = mustMergeOverwrite $decided (include "tandem.scalingSettings" $root | fromYaml) -}}
+{{- $_ := set $decided.signals "active_s" (mul 3 $root.Values.autoscaling.keda.pollingSeconds) -}}
 {{- $bounds := $root.Values.autoscaling -}}
 {{- $splits := eq (dig "disaggregation" "mode" "auto" .spec.settings) "always" -}}
 {{- if or (eq (int $bounds.decode.minReplicas) 0) (and $splits (eq (int $bounds.prefill.minReplicas) 0)) -}}

@@ -138,6 +138,18 @@ async def test_without_valid_data_there_is_no_metric_and_the_size_stays(run: Run
         assert "should stay" in str(refused.details())
 
 
+async def test_before_any_instance_counts_a_load_beyond_all_of_them_makes_the_pool_grow(run: Run) -> None:
+    busy = fake("decode", 0, num_waiting=8)
+    autoscaler = {"decode": {"warm_up_s": 0.0, "min_ready_s": 3600.0}}
+    async with run(decode=[busy], signals=SIGNALS, autoscaler=autoscaler) as rig, scaler_of(rig.app) as scaler:
+        await scaler.until_wanted(5)  # 4*8 / 10 / 0.75
+        busy.behaviour.num_waiting = 0
+        await until(lambda: all(view.load.num_waiting == 0 for view in rig.app.pools.decode.views()))
+        refused = await scaler.refusal("decode", "tandem-decode-instances")
+        assert refused.code() == grpc.StatusCode.UNAVAILABLE
+        assert "no warm instance has been ready for 3600 s" in str(refused.details())
+
+
 @asynccontextmanager
 async def with_a_starting_pod(
     rig: Rig, model: ServedModel, folder: Path, **signals: Any

@@ -6,11 +6,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from router.autoscaler.decide import ScaleDecision, decide_now
 from router.autoscaler.observation import InstanceSample, counts_of
+from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import DecodePolicy
 from tests.router.autoscaler.builders import NUM_SEQS, instance, pool, starting
 
@@ -27,10 +29,11 @@ Load = Callable[[int], int]
 """Requests at a time in seconds."""
 
 
-def decided(samples: Sequence[InstanceSample], min_ready_s: float = 0.0) -> ScaleDecision:
-    policy = POLICY.model_copy(update={"warm_up_s": POLICY.warm_up_s + min_ready_s})
-    counts = counts_of(samples, policy.warm_up_s)
-    return decide_now(pool(*samples, size=counts.num_ready, policy=policy), policy, counts.num_present)
+def decided(samples: Sequence[InstanceSample], min_ready_s: float = 0.0, **seen: Any) -> ScaleDecision:
+    """`seen` as `pool` takes it."""
+    policy = POLICY.model_copy(update={"min_ready_s": min_ready_s})
+    counts = counts_of(samples, policy)
+    return decide_now(pool(*samples, size=counts.num_ready, policy=policy, **seen), policy, counts.num_present)
 
 
 def running(*loads: int) -> list[InstanceSample]:
@@ -80,11 +83,41 @@ def test_while_an_instance_is_silent_the_size_grows_or_stays(samples: list[Insta
         assert (decision.new_size, decision.hold) == (size, None)
 
 
+def young(*loads: int) -> list[InstanceSample]:
+    """Warm, and of less than `minReadySeconds` of 40."""
+    return [instance(f"young-{index}", up_s=20.0, num_running=load) for index, load in enumerate(loads)]
+
+
+def test_load_on_what_is_warm_and_not_counted_yet_makes_the_pool_grow() -> None:
+    assert decided([*running(10, 10), *young(9, 9)], 40).new_size == 6
+
+
+@pytest.mark.parametrize("num_present", [1, 4])
+def test_where_no_instance_counts_yet_the_size_grows_or_stays(num_present: int) -> None:
+    """After a start from none, or of the router: which of them a rollout has added is unknown."""
+    waiting = QueueSample(num_queued=50, delay_s=1.0)
+    assert decided(young(*[10] * num_present), 40, queue=waiting).new_size == 2 * num_present
+    for load in (0, 7):
+        decision = decided(young(*[load] * num_present), 40)
+        assert decision.hold == "missing"
+        assert decision.reason.startswith("no warm instance has been ready for 55 s")
+
+
+def test_a_latency_that_a_pool_meets_does_not_make_it_grow_during_a_rollout() -> None:
+    """Those of the last seconds are from before there was one instance more."""
+    policy = POLICY.model_copy(update={"min_ready_s": 40.0, "itl_objective_s": 0.05})
+    samples = [*running(3), *young(3)]
+    counts = counts_of(samples, policy)
+    seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=0.04)
+    assert decide_now(seen, policy, counts.num_present).new_size == 1
+
+
 @dataclass
 class Hpa:
     """As Kubernetes computes it of an external metric with an average value of 1."""
 
     ordered: int
+    stabilization_s: int = STABILIZATION_S
     orders: list[int] = field(default_factory=list)
     demands: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -95,7 +128,7 @@ class Hpa:
         if metric is not None:
             is_tolerated = abs(metric / num_pods - 1) <= TOLERANCE
             self.demands.append((at_s, num_pods if is_tolerated else metric))
-            self.ordered = max(demand for then_s, demand in self.demands if then_s > at_s - STABILIZATION_S)
+            self.ordered = max(demand for then_s, demand in self.demands if then_s > at_s - self.stabilization_s)
         self.orders.append(self.ordered)
 
 
@@ -117,6 +150,9 @@ class Deployment:
     rolls_at_s: float = math.inf
     crash: InstanceSample | None = None
     min_ready_s: int = 0
+    seen_after_s: int | None = None
+    """By the router that is asked, by DNS: so long after a pod is ready, which another router uses by then. None: at
+    once, and those that start as well."""
 
     def advance(self, at_s: int, ordered: int) -> None:
         rolls = at_s >= self.rolls_at_s
@@ -139,18 +175,21 @@ class Deployment:
         samples = []
         for index, one in enumerate(serving):
             number = share + (index < rest)
-            num_running, up_s = min(number, NUM_SEQS), at_s - one.ready_s
-            samples.append(instance(one.name, up_s=up_s, num_running=num_running, num_waiting=number - num_running))
+            num_running, up_s = min(number, NUM_SEQS), at_s - one.ready_s - (self.seen_after_s or 0)
+            if up_s >= 0:
+                samples.append(instance(one.name, up_s=up_s, num_running=num_running, num_waiting=number - num_running))
         for one in self.pods:
-            if one not in serving:
+            if one not in serving and self.seen_after_s is None:
                 crashed = at_s >= one.ready_s and self.crash is not None
                 samples.append(self.crash._replace(name=one.name) if self.crash and crashed else starting(one.name))
         return samples
 
 
-def orders_of(deployment: Deployment, load: Load, seconds: int, first_sync_s: int = 0) -> list[int]:
+def orders_of(
+    deployment: Deployment, load: Load, seconds: int, first_sync_s: int = 0, stabilization_s: int = STABILIZATION_S
+) -> list[int]:
     """What an HPA orders in so many seconds, each size once for as long as it stays."""
-    hpa = Hpa(len(deployment.pods))
+    hpa = Hpa(len(deployment.pods), stabilization_s)
     for at_s in range(seconds):
         deployment.advance(at_s, hpa.ordered)
         if at_s % SYNC_S == first_sync_s:
@@ -182,6 +221,22 @@ def test_a_growing_pool_keeps_what_starts_while_its_load_is_high(start_s: int, m
     deployment = Deployment(start_s, old_pods(4), min_ready_s=min_ready_s)
     assert orders_of(deployment, lambda at_s: 28 if at_s < 60 else 39 if at_s < 100 else 31, 1800) == [4, 6]
     assert len(deployment.pods) == 6
+
+
+@pytest.mark.parametrize("first_sync_s", range(SYNC_S))
+@pytest.mark.parametrize(("min_ready_s", "seen_after_s"), [(0, 0), (40, 0), (40, 36)])
+def test_a_window_of_a_minute_and_min_ready_seconds_keeps_what_is_ready_and_not_counted_yet(
+    min_ready_s: int, seen_after_s: int, first_sync_s: int
+) -> None:
+    """The chart rejects less. A new instance takes load at once, so that the old ones alone seem to be enough."""
+
+    def orders(stabilization_s: int) -> list[int]:
+        deployment = Deployment(30, old_pods(4), min_ready_s=min_ready_s, seen_after_s=seen_after_s)
+        return orders_of(deployment, lambda at_s: 28 if at_s < 60 else 36, 600, first_sync_s, stabilization_s)
+
+    assert orders(60 + min_ready_s) == [4, 5]
+    if seen_after_s:
+        assert orders(60)[:3] == [4, 5, 4]
 
 
 def test_a_load_that_falls_while_instances_start_removes_them_after_the_window_once() -> None:
