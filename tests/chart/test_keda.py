@@ -79,6 +79,30 @@ def test_with_tls_keda_calls_a_name_of_the_certificate() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "least_s"),
+    [
+        ({}, 100),
+        ({"discovery": "endpoints"}, 60),
+        ({"pools": {"decode": {"minReadySeconds": 70}}}, 130),
+        ({"router": {"settings": {"pools": {"dns_interval_s": 300}}}}, 300),
+    ],
+)
+def test_what_has_just_been_ordered_is_not_removed_before_it_counts(values: dict[str, object], least_s: int) -> None:
+    def autoscaling(window_s: int) -> dict[str, object]:
+        behavior = {"scaleDown": {"stabilizationWindowSeconds": window_s}}
+        return {**values, "autoscaling": {"mode": "external", "keda": {"enabled": True, "behavior": behavior}}}
+
+    render(autoscaling(least_s))
+    with pytest.raises(HelmError, match=f"stabilizationWindowSeconds.*{least_s}"):
+        render(autoscaling(least_s - 1))
+
+
+@pytest.mark.parametrize("behavior", [{}, {"scaleDown": None}, {"scaleDown": {"stabilizationWindowSeconds": None}}])
+def test_kubernetes_own_window_is_long_enough(behavior: dict[str, object]) -> None:
+    render({"autoscaling": {"mode": "external", "keda": {"enabled": True, "behavior": behavior}}})
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"autoscaling": {"keda": {"enabled": True}}}, "set it to external"),

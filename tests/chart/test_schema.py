@@ -222,6 +222,16 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"autoscaling": {"prefill": {"minReplicas": 0}}},
         "autoscaling.prefill.minReplicas: 0 needs autoscaling.keda.enabled",
     ),
+    "a window of KEDA's before a pod counts": (
+        {
+            "autoscaling": {
+                "mode": "external",
+                "keda": {"enabled": True, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 90}}},
+            }
+        },
+        "90 is less than 60 s and the minReadySeconds of the prefill pool, which are 40: a new pod could be removed"
+        " before it counts; set it to 100 or more",
+    ),
     "an Ingress to a closed port": (
         {"ingress": {"enabled": True, "hosts": ["a.example"]}},
         "ingress.enabled: it leads to OpenAI's HTTP API; set router.openai.enabled=true",

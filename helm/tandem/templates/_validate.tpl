@@ -85,6 +85,12 @@
 {{- if gt ($bounds.minReplicas | int) ($bounds.maxReplicas | int) -}}
 {{- fail (printf "autoscaling.%s.minReplicas: %d is above maxReplicas, which is %d" $role ($bounds.minReplicas | int) ($bounds.maxReplicas | int)) -}}
 {{- end -}}
+{{- $window := dig "scaleDown" "stabilizationWindowSeconds" 300 $keda.behavior | int -}}
+{{- $spec := include "tandem.pool" (dict "root" $ "component" $role) | fromYaml -}}
+{{- $readySeconds := include "tandem.minReadySeconds" (dict "root" $ "component" $role "spec" $spec) | int -}}
+{{- if and $keda.enabled (lt $window (add 60 $readySeconds | int)) -}}
+{{- fail (printf "autoscaling.keda.behavior.scaleDown.stabilizationWindowSeconds: %d is less than 60 s and the minReadySeconds of the %s pool, which are %d: a new pod could be removed before it counts; set it to %d or more" $window $role $readySeconds (add 60 $readySeconds)) -}}
+{{- end -}}
 {{- end -}}
 {{- include "tandem.validateEngines" . -}}
 {{- include "tandem.validateSecurity" . -}}
