@@ -122,13 +122,13 @@ def test_the_longer_no_router_answers_the_less_often_calls_connect_anew(
     rollout.old.is_ready(False)
     changed_s, used = [], set[object]()
     with Client(rollout.name, retries=0) as client:
-        for now_s in range(100, 200):
+        for now_s in (100, 101, 102, 103, 104, 107, 108, 115, 116, 131, 132, 161, 162):
             with pytest.raises(TandemError, match="no router answers"):
                 client.generate("go")
             if client._channel._current not in used:
                 changed_s.append(now_s - 100)
                 used.add(client._channel._current)
-    assert changed_s == [0, 1, 2, 4, 8, 16, 32, 62, 92]
+    assert changed_s == [0, 1, 2, 4, 8, 16, 32, 62]
 
 
 def test_a_name_may_have_a_server_of_its_own() -> None:
