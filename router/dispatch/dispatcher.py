@@ -26,7 +26,7 @@ from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.placement import AimSource, Plan
 from router.picking.plan import NoPlan, has_place, make_plan
-from router.picking.scorers import Aims
+from router.picking.scorers import Aims, Criteria
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceView
@@ -267,30 +267,30 @@ class Dispatcher:
             return aims
         return aims._replace(objectives=aims.objectives._replace(ttft_s=None, begin_s=None))
 
-    def _plan_now(self, flow: _Flow) -> Plan | NoPlan:
+    def _plan_now(self, flow: _Flow, *, keeps_place: bool = False) -> Plan | NoPlan:
         """Where it could run now. Ejected instances come last: any is better than none."""
+        criteria = flow.affinity.criteria(flow.choice.num_tokens)
+        criteria = replace(criteria, aims=self._aims(flow), keeps_place=keeps_place)
         decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
         marked_decode = self.safeguards.decode.marked(decode)
         marked_prefill = self.safeguards.prefill.marked(prefill)
-        plan = self._plan_among(flow, marked_decode, marked_prefill)
+        plan = self._plan_among(flow, marked_decode, marked_prefill, criteria)
         if isinstance(plan, NoPlan) and (marked_decode, marked_prefill) != (decode, prefill):
-            plan = self._plan_among(flow, decode, prefill)
+            plan = self._plan_among(flow, decode, prefill, criteria)
         return plan
 
     def _plan_among(
-        self, flow: _Flow, decode: Sequence[InstanceView], prefill: Sequence[InstanceView]
+        self, flow: _Flow, decode: Sequence[InstanceView], prefill: Sequence[InstanceView], criteria: Criteria
     ) -> Plan | NoPlan:
-        criteria = replace(flow.affinity.criteria(flow.choice.num_tokens), aims=self._aims(flow))
         return make_plan(decode, prefill, flow.choice, flow.history.excluded, self.disaggregation, self.rng, criteria)
 
     def _move_target(self, flow: _Flow) -> UpstreamInstance | None:
         """Where a stream may go whose instance is about to end. Nothing is broken yet: a stream that stays runs on
         until the grace period is over. So it moves only to an instance that has a place for it now."""
-        plan = self._plan_now(flow)
+        plan = self._plan_now(flow, keeps_place=True)  # a split request whose prefill instance is about to end has it
         if isinstance(plan, NoPlan):
             return None
-        # What was sent there since its report counts, and with it the moves of this moment. A split request whose
-        # prefill instance is about to end has its place.
+        # What was sent there since its report counts, and with it the moves of this moment.
         num_tokens = plan.decode.num_unreported_tokens + flow.choice.num_tokens
         if plan.decode.key != flow.choice.decode_key and not has_place(plan.decode, num_tokens):
             return None

@@ -74,7 +74,7 @@ def make_plan(
     uncached = partial(_quarters_uncached, choice, criteria)
     decode = picker.pick(
         # Without a candidate, for a stream that has begun and goes on alone.
-        _where_it_has_place(choice, candidates or decode_views, filters),
+        _where_it_has_place(choice, candidates or decode_views, filters, criteria),
         filters,
         rng=rng,
         scorer=criteria.decode,
@@ -153,7 +153,8 @@ def _by_step_costs(
     """The best place among `views`. None: none has room, or none reports what its steps cost."""
     if criteria.aims is None:
         return None
-    views = [view for view in views if picker.rejection(view, filters) is None and has_place(view, choice.num_tokens)]
+    able = [view for view in views if picker.rejection(view, filters) is None]
+    views = [view for view in able if _keeps_place(choice, view, criteria) or has_place(view, choice.num_tokens)]
     kept = {choice.decode_key, choice.prefill_key}  # where the prompt has just run
     if any(view.key == choice.decode_key for view in views):
         views = [view for view in views if view.key in kept]
@@ -167,15 +168,21 @@ def _by_step_costs(
 
 
 def _where_it_has_place(
-    choice: Choice, views: Sequence[InstanceView], filters: Sequence[Filter]
+    choice: Choice, views: Sequence[InstanceView], filters: Sequence[Filter], criteria: Criteria
 ) -> Sequence[InstanceView]:
     """`views`; without those that have no place if the instance that it prefers is one, and another has a place."""
     kept = next((view for view in views if view.key == choice.decode_key), None)
-    num_tokens = choice.num_tokens if choice.num_emitted else 0  # before, it shares its sibling's blocks
-    if kept is None or has_place(kept, num_tokens) or picker.rejection(kept, filters) is not None:
+    if kept is None or _keeps_place(choice, kept, criteria):
+        return views
+    num_tokens = choice.num_tokens if choice.num_emitted else 0  # a further choice shares the first one's blocks
+    if has_place(kept, num_tokens) or picker.rejection(kept, filters) is not None:
         return views
     able = [view for view in views if picker.rejection(view, filters) is None and has_place(view, choice.num_tokens)]
     return able or views
+
+
+def _keeps_place(choice: Choice, view: InstanceView, criteria: Criteria) -> bool:
+    return criteria.keeps_place and view.key == choice.decode_key
 
 
 def _without_prefill(plan: Plan) -> Plan:

@@ -175,6 +175,8 @@ class Criteria:
     """Of `other_domain` in the score of a prefill instance."""
     drawn_weights: Callable[[InstanceView], str | None] | None = None
     """A filter that passes the weights that a new request was drawn for; None: any."""
+    keeps_place: bool = False
+    """The request has a place at its decode instance, and keeps it if it stays there."""
 
     @property
     def has_objectives(self) -> bool:

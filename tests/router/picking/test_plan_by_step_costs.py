@@ -32,10 +32,12 @@ def planned_by_objectives(
     prefill: list[InstanceView],
     wanted: Choice | None = None,
     aims: AimSource = AIMS,
+    *,
+    keeps_place: bool = False,
     **settings: Any,
 ) -> Plan:
     chosen = wanted or choice()
-    criteria = Criteria(aims=aims.of(chosen.request))
+    criteria = Criteria(aims=aims.of(chosen.request), keeps_place=keeps_place)
     found = make_plan(
         decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
     )
@@ -211,6 +213,15 @@ def test_choices_of_one_request_stay_where_the_first_runs() -> None:
     for num_running in (0, 8):
         pools = [measured("decode", "d0"), measured("decode", "d1", num_running=num_running)], [measured("prefill")]
         assert planned_by_objectives(*pools, second).decode.instance_id == "d1"
+
+
+def test_a_request_that_keeps_its_place_needs_no_further_slot_there() -> None:
+    full = measured("decode", "full", num_running=4)
+    decode = [replace(full, info=replace(full.info, max_num_seqs=4)), measured("decode", "free")]
+    moving = choice()
+    moving.decode_key = full.key
+    assert planned_by_objectives(decode, [], moving).decode.instance_id == "free"
+    assert planned_by_objectives(decode, [], moving, keeps_place=True).decode.instance_id == "full"
 
 
 def test_an_instance_without_room_is_no_candidate() -> None:

@@ -244,6 +244,32 @@ async def test_a_prompt_that_is_being_computed_moves_as_well(run: Run, slots: in
         assert num_failovers(rig) == 0
 
 
+async def test_a_prompt_moves_that_fills_its_decode_instance_beside_one_without_room(run: Run) -> None:
+    prefill = [FakeInstance("prefill", f"prefill-{i}", behaviour=Behaviour(num_running=50 * i)) for i in range(2)]
+    prefill[0].behaviour.prefill_s = 60.0
+    permits = asyncio.Semaphore(0)
+    # 12 blocks of 16 are enough for one prompt of 100 tokens and not for two.
+    decode = decodes(Behaviour(slots=1), Behaviour(permits=permits, free_blocks=12, core_silence_s=1000.0))
+    decode[1].behaviour.draining = True
+    settings = {"disaggregation": {"mode": "always"}, "pools": {"core_silence_timeout_s": 10_000.0}}
+    async with run(prefill=prefill, decode=decode, wait=False, **settings) as rig:
+        await rig.until_ready(num_decode=1)
+        asking = [asyncio.create_task(rig.generate(max_tokens=10))]
+        await prefill[0].until("prefill")
+        decode[1].behaviour.draining = False
+        await rig.until_ready()
+        asking.append(asyncio.create_task(rig.generate(max_tokens=10)))
+        await prefill[0].until("prefill", 2)
+        ask_to_leave(prefill[0])
+        first = await asking[0]
+        assert (first.is_exactly(10), first.trailers["tandem-decode"]) == (True, "decode-0")
+        for _ in range(10):
+            permits.release()
+        assert (await asking[1]).trailers["tandem-decode"] == "decode-1"
+        await rig.until_idle()
+        assert num_failovers(rig) == 0
+
+
 async def test_a_prompt_is_computed_anew_where_its_decode_instance_leaves(run: Run) -> None:
     permits = asyncio.Semaphore(0)
     prefill = [FakeInstance("prefill", behaviour=Behaviour(permits=permits))]
