@@ -31,7 +31,7 @@ from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceView
 from router.pools.pool import Pools
-from router.request.choice_state import Choice
+from router.request.choice_state import Choice, set_objectives
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
 from serving.errors import DeadlineExceeded, ServiceError
@@ -170,7 +170,8 @@ class Dispatcher:
         choice = flow.choice
         # 2. Pick a decode instance, and a prefill instance if the request is to be split.
         plan = await self._plan(flow)
-        request = choice.begin_attempt(self._aims(flow).objectives, plan.step_stretch)
+        aims = self._aims(flow, is_first=choice.stream_epoch == 0)
+        request = choice.begin_attempt(aims.objectives, plan.step_stretch)
         decode_at, prefill_at = plan.decode, plan.prefill
         choice.at(decode_at, prefill_at)
         attempt = self._attempt_trace(flow, plan)
@@ -189,6 +190,7 @@ class Dispatcher:
             try:
                 # 4. The prefill instance computes the prompt; its first token goes to the client at once.
                 await flow.guard.wait_probation(prefill_at.key)
+                self._restate_objectives(flow, request)
                 prefill.start(request, hand_over)
                 attempt.computing("prefill")
                 while not (choice.handed_over or choice.finished):
@@ -215,6 +217,7 @@ class Dispatcher:
         view = plan.decode
         async with self._call(DecodeCall, flow, view, attempt, plan.work.num_to_prefill) as call:
             await flow.guard.wait_probation(view.key)
+            self._restate_objectives(flow, request)
             call.start(request)
             attempt.computing(call.role)
             await self._decode_rest(flow, view, call, attempt)
@@ -260,9 +263,13 @@ class Dispatcher:
         )
         return wait_s if may_come else 0.0
 
-    def _aims(self, flow: _Flow) -> Aims:
-        """Of the next attempt: once the client has a token, the pace alone."""
-        aims = self.aims.of(flow.choice.request, flow.waited_s, is_first=flow.choice.stream_epoch == 0)
+    def _restate_objectives(self, flow: _Flow, request: common_pb2.InstanceRequest) -> None:
+        """What is left of them after a wait since the attempt began."""
+        set_objectives(request, self._aims(flow, is_first=request.stream_epoch == 1).objectives)
+
+    def _aims(self, flow: _Flow, *, is_first: bool) -> Aims:
+        """Of an attempt, which may be the first one: once the client has a token, the pace alone."""
+        aims = self.aims.of(flow.choice.request, flow.waited_s, is_first=is_first)
         if not flow.has_begun:
             return aims
         return aims._replace(objectives=aims.objectives._replace(ttft_s=None, begin_s=None))
@@ -270,7 +277,8 @@ class Dispatcher:
     def _plan_now(self, flow: _Flow, *, keeps_place: bool = False) -> Plan | NoPlan:
         """Where it could run now. Ejected instances come last: any is better than none."""
         criteria = flow.affinity.criteria(flow.choice.num_tokens)
-        criteria = replace(criteria, aims=self._aims(flow), keeps_place=keeps_place)
+        aims = self._aims(flow, is_first=flow.choice.stream_epoch == 0)
+        criteria = replace(criteria, aims=aims, keeps_place=keeps_place)
         decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
         marked_decode = self.safeguards.decode.marked(decode)
         marked_prefill = self.safeguards.prefill.marked(prefill)

@@ -30,6 +30,13 @@ def finish_reason(finish: common_pb2.Finish) -> str:
     return common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
 
 
+def set_objectives(request: common_pb2.InstanceRequest, objectives: Objectives) -> None:
+    """The times that count from the moment in which `request` is sent, and the pace."""
+    request.ttft_s = objectives.ttft_s or 0.0
+    request.begin_s = objectives.begin_s or 0.0
+    request.itl_s = objectives.itl_s or 0.0
+
+
 class StreamViolation(Exception):
     """A chunk that does not continue the stream; the text says which field and both values."""
 
@@ -101,7 +108,7 @@ class Choice:
         self.handed_over = False
         self._num_before_attempt = len(self.token_ids)
         request = self.request
-        return common_pb2.InstanceRequest(
+        wire = common_pb2.InstanceRequest(
             request_id=f"{request.request_id}-{self.index}-{self.stream_epoch}",
             stream_epoch=self.stream_epoch,
             choice=self.index,
@@ -110,11 +117,10 @@ class Choice:
             sampling=to_wire(request.params, request.seed),
             priority=request.instance_priority,
             cache_salt=request.cache_salt,
-            ttft_s=objectives.ttft_s or 0.0,
-            begin_s=objectives.begin_s or 0.0,
-            itl_s=objectives.itl_s or 0.0,
             step_stretch=step_stretch or 0.0,
         )
+        set_objectives(wire, objectives)
+        return wire
 
     @property
     def fingerprint(self) -> str:

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2
+from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig, request_of, slow
@@ -84,6 +85,19 @@ async def test_a_wait_for_admission_is_part_of_the_time_in_which_a_prompt_must_b
         await asyncio.gather(running, waiting)
         begin_s = one.recorded("decode")[1].detail.request.begin_s
         assert 0 < begin_s <= ONE["queue_timeout_s"] + 0.2 - waiting_s
+
+
+async def test_a_wait_for_a_reservation_is_part_of_the_time_to_the_first_token(run: Run) -> None:
+    waiting_s = 0.5
+    pool = [FakeInstance("decode", behaviour=Behaviour(reserve_s=waiting_s))]
+    slo = {"ttft_ms": 1000, "itl_ms": 50}
+    async with run(decode=pool, slo=slo, admission=ONE, disaggregation={"mode": "always"}) as rig:
+        assert (await rig.generate(max_tokens=4)).is_exactly(4)
+        [reserving], [computing] = pool[0].recorded("decode"), rig.prefill[0].recorded("prefill")
+        before, after = reserving.detail.request, computing.detail.request
+        assert 0 < after.ttft_s <= 1.0 - waiting_s
+        assert after.begin_s <= ONE["queue_timeout_s"] + 1.0 - waiting_s
+        assert (after.itl_s, after.stream_epoch) == (before.itl_s, before.stream_epoch)
 
 
 async def test_further_choices_of_an_answer_that_has_begun_are_never_too_late(run: Run) -> None:
