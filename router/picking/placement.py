@@ -234,8 +234,8 @@ class AimSource:
     late_wait_s: float = math.inf
     """How long a prompt that has missed its TTFT waits for a step."""
 
-    def of(self, request: GenerationRequest, waited_s: float = 0.0, *, is_first: bool = True) -> Aims:
-        """Of the next attempt, which may be the first one."""
+    def of(self, request: GenerationRequest, waited_s: float = 0.0, *, is_first: bool) -> Aims:
+        """Of an attempt that begins, which may be the first one."""
         expected, short = self.expected_tokens(request.max_tokens), self.short_tokens(request.max_tokens)
         return Aims(self.slo.objectives(waited_s, self.late_wait_s, is_first=is_first), expected, short)
 

@@ -305,7 +305,7 @@ def explain(
     """The plan that `make_plan` would make for `request` now: each instance's score, or why it was left out, and the
     pairs. Nothing is recorded."""
     known, num_tokens = RequestAffinity(affinity, request), request.num_prompt_tokens
-    criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request)), Choice(request, 0)
+    criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request, is_first=True)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
     filters: list[Filter] = [picker.ready, picker.has_context(request.max_length)]
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)

@@ -90,7 +90,7 @@ class SloSettings(Section):
         """Infinite without an objective."""
         return math.inf if self.ttft_ms is None else self.ttft_ms / 1e3
 
-    def objectives(self, waited_s: float, late_wait_s: float = math.inf, *, is_first: bool = False) -> Objectives:
+    def objectives(self, waited_s: float, late_wait_s: float = math.inf, *, is_first: bool) -> Objectives:
         """What is left of them for a request that has waited so long, and may wait `late_wait_s` past its TTFT until a
         step begins its prompt. In the first attempt at least its TTFT is left for that, also where it has waited longer
         for an instance; after a failed one it may wait as long again."""

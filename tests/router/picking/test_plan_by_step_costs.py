@@ -37,7 +37,7 @@ def planned_by_objectives(
     **settings: Any,
 ) -> Plan:
     chosen = wanted or choice()
-    criteria = Criteria(aims=aims.of(chosen.request), keeps_place=keeps_place)
+    criteria = Criteria(aims=aims.of(chosen.request, is_first=True), keeps_place=keeps_place)
     found = make_plan(
         decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
     )

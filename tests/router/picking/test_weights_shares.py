@@ -128,7 +128,7 @@ def test_by_objectives_the_share_holds_in_both_pools() -> None:
         choice = asked(f"{n}")
         affinity = Affinity(PickingSettings(weights_shares=f"{NEW}=1"))
         criteria = RequestAffinity(affinity, choice.request).criteria(choice.num_tokens)
-        criteria = replace(criteria, aims=AIMS.of(choice.request))
+        criteria = replace(criteria, aims=AIMS.of(choice.request, is_first=True))
         made = make_plan(decode, prefill, choice, frozenset(), DisaggregationSettings(), random.Random(n), criteria)
         assert isinstance(made, Plan)
         assert made.decode.instance_id == "e"

@@ -213,9 +213,9 @@ def test_values_of_the_request_override_the_models_defaults() -> None:
 
 def test_an_attempt_carries_what_is_left_of_the_objectives() -> None:
     slo = SloSettings(ttft_ms=500, itl_ms=20)
-    request = choice().begin_attempt(slo.objectives(waited_s=0.2, late_wait_s=5.0))
+    request = choice().begin_attempt(slo.objectives(waited_s=0.2, late_wait_s=5.0, is_first=False))
     assert (request.ttft_s, request.itl_s, request.begin_s) == (pytest.approx(0.3), 0.02, pytest.approx(5.3))
-    late = choice().begin_attempt(slo.objectives(waited_s=9.0, late_wait_s=5.0))
+    late = choice().begin_attempt(slo.objectives(waited_s=9.0, late_wait_s=5.0, is_first=False))
     assert 0 < late.ttft_s <= 0.001, "late, not without an objective"
     assert late.begin_s == pytest.approx(5.0, abs=0.01), "after a failed attempt it may wait as long again"
     for waited_s, begin_s in ((0.2, 5.3), (4.9, 0.6), (9.0, 0.5)):
@@ -223,12 +223,13 @@ def test_an_attempt_carries_what_is_left_of_the_objectives() -> None:
         assert first.begin_s == pytest.approx(begin_s), (
             "the wait for admission counts, one for an instance may be longer"
         )
-    without = choice().begin_attempt(SloSettings().objectives(waited_s=9.0, late_wait_s=5.0))
+    without = choice().begin_attempt(SloSettings().objectives(waited_s=9.0, late_wait_s=5.0, is_first=False))
     assert (without.ttft_s, without.itl_s, without.begin_s) == (0.0, 0.0, 0.0)
 
 
 def test_no_objective_and_no_wait_is_longer_than_instances_accept() -> None:
-    request = choice().begin_attempt(SloSettings(ttft_ms=3_600_000).objectives(waited_s=0.0, late_wait_s=math.inf))
+    slo = SloSettings(ttft_ms=3_600_000)
+    request = choice().begin_attempt(slo.objectives(waited_s=0.0, late_wait_s=math.inf, is_first=True))
     assert (request.ttft_s, request.begin_s) == (MAX_DURATION_S, MAX_DURATION_S)
     for name in ("lease_s", "reservation_s"):
         DisaggregationSettings.model_validate({name: MAX_DURATION_S})
