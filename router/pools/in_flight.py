@@ -3,6 +3,7 @@
     added ──▶ sent ──a report that must know of it──▶ counted ──completed──▶ remembered until a report must know of that
       └────────┴─ completed (the instance has done its part, the call may still be open) ──▶ removed
     expected (its request moves here from another instance) ──▶ removed, when a call of its own is added
+    added ──its instance is lost before it is sent──▶ no load, until it is removed
 
 A report describes the moment of the engine core's last sign, `age_s` ago. It counts a request only if that was
 sent `report_lag_s` before that moment, the way into the core, or if the instance has answered the request by then. The
@@ -134,7 +135,10 @@ class InFlightCalls:
         self.num_unreported = self.num_unreported_tokens = self.num_unreported_to_prefill = 0
 
     def instance_lost(self, reason: str) -> None:
+        """A call that was not sent yet never will be: it is no load if the instance comes back."""
         for call in list(self._running):
+            if (sent := self._sent.get(call)) is not None and sent.at_s == math.inf:
+                self._forget_sent(call)
             call.instance_lost(reason)
 
     def instance_ended(self, reason: str) -> None:

@@ -201,6 +201,21 @@ async def test_running_calls_are_notified_and_completed_ones_keep_the_instance()
     await asyncio.wait_for(waiting, 20)
 
 
+def test_a_call_that_was_not_sent_before_its_instance_was_lost_is_no_load_any_more() -> None:
+    calls, waits, sent = InFlightCalls(), Call(), Call()
+    calls.add(waits, 5, 5)
+    calls.add(sent, 7, 7)
+    calls.sent(sent)
+    calls.instance_lost("silent")
+    assert waits.notified == sent.notified == ["lost: silent"]
+    assert (calls.num_requests, calls.num_unreported, calls.num_unreported_to_prefill) == (1, 1, 7)
+    calls.remove(sent)
+    assert not calls.is_empty, "its request has yet to end"
+    calls.sent(waits)
+    calls.remove(waits)
+    assert (calls.is_empty, calls.num_unreported, calls.num_ended) == (True, 0, 0)
+
+
 async def test_calls_to_the_old_process_are_still_notified_after_a_restart() -> None:
     calls, old = InFlightCalls(), Call()
     calls.add(old, 5)
