@@ -249,22 +249,23 @@ class AdmissionController:
             if newcomer is not None:
                 self._start(newcomer)
         else:
-            while (entry := self._next()) is not None:
-                self._start(entry)
+            while (found := self._next()) is not None:
+                self._start(*found)
         self._rate.observe(self.clock(), waiting=self.queue.head() is not None)
         if self.queue.num_queued and self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._poll_pools)
 
-    def _next(self) -> Entry[Ticket] | None:
-        """The next request that has room; if the first has none, one of the tenant that has least and may take it."""
+    def _next(self) -> tuple[Entry[Ticket], bool] | None:
+        """The next request that has room; if the first has none, one of the tenant that has least and may take it. With
+        it whether its slot is free, and no stream pauses for it."""
         if (head := self.queue.head()) is None:
             return None
-        if self._fits(head):
-            yielding = self._yielding_to(head)
-            return head if not yielding or self._pause(yielding, head) else None
-        poorest = min(self.queue.heads(), key=lambda entry: self._shares.part(entry.flow, self.limits))
-        yielding = self._yielding_to(poorest)
-        return poorest if yielding and self._pause(yielding, poorest) else None
+        fits, claim = self._fits(head), head
+        if not fits:
+            claim = min(self.queue.heads(), key=lambda entry: self._shares.part(entry.flow, self.limits))
+        if yielding := self._yielding_to(claim):
+            return (claim, False) if self._pause(yielding, claim) else None
+        return (claim, True) if fits else None
 
     def _fits(self, entry: Entry[Ticket]) -> bool:
         limits = self._slots if entry.has_run else self.limits
@@ -290,7 +291,7 @@ class AdmissionController:
         self._poll = None
         self._start_those_with_room()
 
-    def _start(self, entry: Entry[Ticket]) -> None:
+    def _start(self, entry: Entry[Ticket], had_free_slot: bool = True) -> None:
         ticket, now_s = entry.item, self.clock()
         self.queue.start(entry, now_s)
         self._rate.observe(now_s, waiting=self.queue.num_queued > 0, cost=0.0 if entry.has_run else entry.cost)
@@ -299,8 +300,8 @@ class AdmissionController:
             self.in_use.prefilled(ticket.charge)
         else:
             self._prompts[ticket] = ticket.waiting_since_s + self.ttft_s
-        self._shares.add(entry)
         ticket.start(now_s)
+        self._shares.add(entry, had_free_slot=had_free_slot)
 
     def _leave_prompt_out(self, ticket: Ticket) -> None:
         """The prompt of a request in flight is computed, or overdue."""

@@ -10,6 +10,7 @@ It decides; the controller applies it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,9 @@ class _Holding:
     """In the order in which they were started."""
     last_end_s: float | None = None
     """When one ended by itself."""
+    last_start_s: float = -math.inf
+    last_free_start_s: float = -math.inf
+    """Into a slot that no stream had to give."""
 
     def part(self, limits: Limits) -> float:
         return self.usage.part_of(limits) / self.weight
@@ -43,11 +47,15 @@ class TenantShares:
         self._max_tenants = max_tenants
         self._holdings: dict[str, _Holding] = {}
 
-    def add(self, entry: Entry[Ticket]) -> None:
+    def add(self, entry: Entry[Ticket], *, had_free_slot: bool = True) -> None:
+        """The request is started; without a free slot after a pause of another."""
         if (holding := self._holdings.get(entry.flow)) is None:
             holding = self._holdings[entry.flow] = _Holding(self._share_of(entry.flow).weight)
         holding.usage.add(entry.item.charge)
         holding.streams[entry] = None
+        holding.last_start_s = entry.item.started_s
+        if had_free_slot:
+            holding.last_free_start_s = entry.item.started_s
 
     def remove(self, entry: Entry[Ticket], ended_s: float | None = None) -> None:
         """`ended_s`: when the request ended; None: it was paused."""
@@ -93,11 +101,11 @@ class TenantShares:
 
     def next_end_s(self, num_ahead: int, now_s: float, *, of: str | None) -> float:
         """Expected seconds until so many requests and one more have ended, of one tenant or of all. Once one has ended,
-        simply the time since then, or since the last start, before which a slot was free: after a silence as long a one
-        is expected. 0: nothing is known."""
+        simply the time since then, or since the last start, before which a slot was free (of all: without those after a
+        pause): after a silence as long a one is expected. 0: nothing is known."""
         holdings = [holding for tenant, holding in self._holdings.items() if of in (None, tenant)]
         if ends_s := [holding.last_end_s for holding in holdings if holding.last_end_s is not None]:
-            starts_s = (next(reversed(holding.streams)).item.started_s for holding in holdings if holding.streams)
+            starts_s = (one.last_free_start_s if of is None else one.last_start_s for one in holdings)
             return now_s - max([*ends_s, *starts_s])
         remaining_s = (entry.item.remaining_s(now_s) for holding in holdings for entry in holding.streams)
         known_s = sorted(one for one in remaining_s if one is not None)

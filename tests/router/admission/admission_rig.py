@@ -15,6 +15,7 @@ from engine.sampling.params import SamplingParams
 from router.admission.capacity import Capacity, Usage
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings
+from router.admission.ticket import Ticket
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded
 
@@ -43,6 +44,7 @@ class AdmissionRig:
             AdmissionSettings(**fields), lambda: self.capacity, ttft_s=ttft_s, rng=random.Random(0), clock=clock
         )
         self.inside: list[str] = []
+        self.tickets: dict[str, Ticket] = {}
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -82,6 +84,7 @@ class AdmissionRig:
     async def _stay(self, name: str, wanted: GenerationRequest, num_output_tokens: int) -> None:
         async with self.admission.admit(wanted) as ticket:
             self.inside.append(name)
+            self.tickets[name] = ticket
             await self._ends[name].wait()
             ticket.num_emitted = lambda: num_output_tokens
 

@@ -13,6 +13,7 @@ from router.admission.settings import AdmissionSettings, TenantSettings
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded, trailers
 from tests.router.admission.admission_rig import GUARD_S, AdmissionRig, request, settled
+from tests.waiting import until
 
 
 async def test_a_full_queue_refuses_at_once_with_a_hint() -> None:
@@ -126,6 +127,26 @@ async def test_a_tenant_at_its_own_limit_waits_for_the_end_of_one_of_its_own() -
     await rig.finish("short")
     await rig.arrive("next", request(tenant="one"))
     assert "the wait would be 30.0 s" in (await rig.rejection("next")).message
+    await rig.close()
+
+
+async def test_a_slot_that_was_taken_from_a_stream_was_not_free() -> None:
+    now_s = 0.0
+    rig = AdmissionRig(queue_timeout_s=5.0, clock=lambda: now_s)
+    for name in ("short", "long-0"):
+        await rig.arrive(name, request(tenant="greedy"))
+    await rig.finish("short")
+    await rig.arrive("long-1", request(tenant="greedy"))
+    for name in ("long-0", "long-1"):
+        rig.admission.prefilled(rig.tickets[name])
+        rig.tickets[name].num_emitted = lambda: 3
+    now_s = 30.0
+    await rig.arrive("small", request(tenant="small"))
+    now_s = 30.2
+    await until(lambda: "small" in rig.inside)
+    assert rig.admission.num_paused == 1
+    await rig.arrive("third", request(tenant="third"))
+    assert "the wait would be 30.2 s" in (await rig.rejection("third")).message
     await rig.close()
 
 
