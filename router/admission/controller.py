@@ -383,18 +383,20 @@ class AdmissionController:
         return max(ahead_s or 0.0, turn_s) if turn_s else ahead_s
 
     def _next_turn_s(self, entry: Entry[Ticket]) -> float:
-        """Until a request ends: of its own tenant, if that one is at its own limits, or if several of its streams have
-        paused and others take what they free. A single paused stream soon goes on. Below these limits 0 if prompts are
-        in its way, or slots that its tenant may take for it and those ahead of it."""
-        tenant, num_ahead = entry.flow, self.queue.num_ahead(entry)
+        """Until a request ends: of its own tenant, if that one is at its own limits, alone or with those ahead, or if
+        several of its streams have paused and others take what they free. A single paused stream soon goes on. Below
+        these limits 0 if prompts are in its way, or slots that its tenant may take for it and those ahead of it."""
+        tenant, num_ahead, own_s = entry.flow, self.queue.num_ahead(entry), 0.0
+        if not self.queue.may_start_behind(entry):
+            own_s = self._shares.next_end_s(num_ahead, self.clock(), of=tenant)
         if not self.queue.may_start(tenant):
-            return self._shares.next_end_s(num_ahead, self.clock(), of=tenant)
+            return own_s
         claimed = entry.item.charge.times(num_ahead + 1)
         is_behind_prompts = self.in_use.num_prefill_tokens >= self.limits.num_prefill_tokens
         if is_behind_prompts or self._shares.yielding_to(tenant, claimed, self.in_use, self._slots, math.inf):
-            return 0.0
+            return own_s
         is_above_share = self.queue.num_returned(tenant) > 1
-        return self._shares.next_end_s(num_ahead, self.clock(), of=tenant if is_above_share else None)
+        return max(own_s, self._shares.next_end_s(num_ahead, self.clock(), of=tenant if is_above_share else None))
 
     def _timed_out(self, entry: Entry[Ticket]) -> ServiceError:
         if not self._capacity.num_instances:

@@ -107,13 +107,23 @@ class _Flow(Generic[T]):
         return next(iter(self.lines[max(self.lines)]))
 
     def may_start(self) -> bool:
-        """Whether the head is within the flow's own limits; a single entry in service always is."""
-        share = self.share
-        if not self.num_in_service:
+        """Whether the head is within the flow's own limits."""
+        return self.has_room(self.head().cost)
+
+    def has_room(self, cost: float, num_ahead: int = 0, cost_ahead: float = 0.0) -> bool:
+        """Whether an entry is within the flow's own limits when those ahead of it are in service too; a single entry
+        always is."""
+        share, num_before = self.share, self.num_in_service + num_ahead
+        if not num_before:
             return True
-        if share.max_requests is not None and self.num_in_service >= share.max_requests:
+        if share.max_requests is not None and num_before >= share.max_requests:
             return False
-        return share.max_tokens is None or self.cost_in_service + self.head().cost <= share.max_tokens
+        return share.max_tokens is None or self.cost_in_service + cost_ahead + cost <= share.max_tokens
+
+    def cost_ahead(self, entry: Entry[T]) -> float:
+        """Of the queued entries before one that is pushed now with its rank."""
+        behind = sum(other.cost for rank, line in self.lines.items() if rank < entry.rank for other in line)
+        return self.queued_cost - behind - entry.cost
 
 
 class FairQueue(Generic[T]):
@@ -198,6 +208,12 @@ class FairQueue(Generic[T]):
         """Whether a backlogged flow is within its own limits with its next entry."""
         return self._backlogged[flow].may_start()
 
+    def may_start_behind(self, entry: Entry[T]) -> bool:
+        """Whether an entry that is pushed now with its rank is within its flow's own limits when those ahead of it have
+        started, and none has ended."""
+        flow = self._backlogged[entry.flow]
+        return flow.has_room(entry.cost, self.num_ahead(entry), flow.cost_ahead(entry))
+
     def num_returned(self, flow: str) -> int:
         """Queued entries of a backlogged flow that have run."""
         return sum(len(line) for (has_run, _), line in self._backlogged[flow].lines.items() if has_run)
@@ -219,8 +235,7 @@ class FairQueue(Generic[T]):
         `rate_per_s`, the rate at which all flows are served, that the others are likely to leave it.
         """
         flow = self._backlogged[entry.flow]
-        behind = sum(other.cost for rank, line in flow.lines.items() if rank < entry.rank for other in line)
-        ahead = flow.queued_cost - behind - entry.cost
+        ahead = flow.cost_ahead(entry)
         rate = flow.rate.per_s(self._likely_part(flow) * rate_per_s if rate_per_s is not None else None)
         return ahead / rate if rate else None
 

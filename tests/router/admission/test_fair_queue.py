@@ -117,6 +117,18 @@ def test_an_underestimated_flow_pays_afterwards() -> None:
     assert 0.8 < got["liar"] / got["modest"] < 1.25
 
 
+def test_entries_ahead_of_one_use_up_its_flow_s_own_limits() -> None:
+    for share in (TenantSettings(max_requests=2), TenantSettings(max_tokens=15)):
+        queue = queue_of({"bounded": share})
+        first = push(queue, "bounded", cost=5)
+        assert queue.may_start_behind(first), "a single entry always is within them"
+        start_next(queue)
+        second, third = (push(queue, "bounded", cost=8) for _ in range(2))
+        urgent = push(queue, "bounded", cost=8, priority=1)
+        assert [queue.may_start_behind(entry) for entry in (urgent, second, third)] == [True, False, False]
+        assert queue.may_start("bounded")
+
+
 def test_a_flow_at_its_own_limit_delays_no_other() -> None:
     queue = queue_of({"bounded": TenantSettings(max_requests=1), "light": TenantSettings(max_tokens=15)})
     for flow in ("bounded", "light"):

@@ -150,6 +150,24 @@ async def test_a_slot_that_was_taken_from_a_stream_was_not_free() -> None:
     await rig.close()
 
 
+async def test_those_ahead_of_a_request_use_up_its_tenant_s_own_limit() -> None:
+    now_s = 0.0
+    two = {"two": TenantSettings(max_requests=2)}
+    rig = AdmissionRig(queue_timeout_s=5.0, tenants=two, clock=lambda: now_s)
+    await rig.arrive("stays", request(tenant="other"))
+    await rig.arrive("own", request(tenant="two"))
+    await rig.finish("own")
+    await rig.arrive("long", request(tenant="two"))
+    now_s = 30.0
+    await rig.finish("stays")
+    await rig.arrive("full", request(tenant="other"))
+    await rig.arrive("next", request(tenant="two"))
+    await rig.arrive("behind", request(tenant="two"))
+    assert "the wait would be 30.0 s" in (await rig.rejection("behind")).message
+    assert rig.admission.num_queued == 1
+    await rig.close()
+
+
 async def test_what_a_tenant_may_never_have_is_refused_for_good() -> None:
     rig = AdmissionRig(tenants={"small": TenantSettings(max_tokens=9)})
     await rig.arrive("a", request(tenant="small"))
