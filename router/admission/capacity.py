@@ -47,6 +47,8 @@ class Capacity:
     they know them."""
     used_prefill_tokens: int = 0
     """Prompt tokens that the prefilling instances have yet to compute, of all routers."""
+    num_unreported_to_prefill: int = 0
+    """Those of them that no report counts yet: this router's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
         used_sequences=sum(view.num_requests for view in ready),
         used_blocks=sum(view.num_used_blocks for view in ready),
         used_prefill_tokens=sum(_num_to_prefill(view) for view in prefilling),
+        num_unreported_to_prefill=sum(view.num_unreported_to_prefill for view in prefilling),
         prefilled_by="prefill" if ready_prefill else "decode",
         puts_late_last=bool(prefilling) and all(view.load.step_cost is not None for view in prefilling),
     )
@@ -129,10 +132,12 @@ class ExternalLoadEstimator:
         while self._samples and now_s - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         is_first = not self._samples
+        # Overdue prompts have left `own`, and may be unreported still, as may those in it.
+        num_own_prefill_tokens = max(own.num_prefill_tokens, capacity.num_unreported_to_prefill)
         sample = ExternalLoad(
             max(capacity.used_sequences - own.num_sequences, 0),
             max(capacity.used_blocks - own.num_blocks, 0),
-            max(capacity.used_prefill_tokens - own.num_prefill_tokens, 0),
+            max(capacity.used_prefill_tokens - num_own_prefill_tokens, 0),
         )
         self._samples.append((now_s, sample))
         if is_first:
