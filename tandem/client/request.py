@@ -67,7 +67,7 @@ class RequestOptions(Sampling, total=False):
     """For logs and for abort; the router makes one if absent."""
     model: str
     priority: int
-    """Larger is served first; -100..100."""
+    """Larger is served first within a tenant; -100..100."""
     cache_salt: str
     """Requests with different salts share no prefix cache."""
     idempotency_key: str

@@ -228,7 +228,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """The prompt as text, tokenised with special tokens recognised."""
     priority: _builtins.int
-    """Larger goes first; -100..100; default 0."""
+    """Larger goes first within a tenant; -100..100; default 0."""
     cache_salt: _builtins.str
     """Requests with different salts share no prefix cache; at most 256 bytes."""
     lora: _builtins.str
