@@ -22,7 +22,8 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(600)
 """A dozen streams and starting processes share the machine's cores."""
 NUM_CLIENTS = 12
-NUM_TOKENS = 40
+NUM_TOKENS = 56
+"""Enough that a drain finds streams which outlast it, also where all clients have begun theirs together."""
 STEP_S = 0.1
 """Every step of a decode instance takes at least as long, so that a drain finds streams running. Long steps: the load
 takes little of the cores while instances start."""
