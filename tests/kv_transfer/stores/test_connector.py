@@ -31,7 +31,6 @@ from tests.kv_transfer.harness import (
     writer_of,
 )
 from tests.kv_transfer.memory_store import MemoryStore
-from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -270,9 +269,9 @@ def test_a_disk_that_cannot_be_read_loses_no_chain_of_pages(
     monkeypatch.setattr(os, "preadv", read)
     decode.reserve(reader)
     decode.complete(reader)
-    wait_until(lambda: num_reads > 3)  # three loads, and an inspection, maybe on another thread
     for _ in range(2 * NUM_PAGES):  # an inspection submits the next one
         done = threading.Event()
         decode.connector._threads.submit(done.set)
         assert done.wait(60)
+    assert num_reads >= 3  # then the breaker opens; as many threads as there are may read before, and an inspection
     assert len(files_below(folder.path)) == num_written - 2, "two could have been bad sectors"
