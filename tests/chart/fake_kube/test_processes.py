@@ -53,18 +53,18 @@ async def written(kube: ProcessKube, wanted: Object, phase: str = "Succeeded") -
 
 def num_restarts(kube: ProcessKube) -> int:
     """Of the pod `one`."""
-    told = (kube.store.get("Pod", "one").get("status") or {}).get("containerStatuses")
-    return int(told[0]["restartCount"]) if told else 0
+    statuses = (kube.store.get("Pod", "one").get("status") or {}).get("containerStatuses")
+    return int(statuses[0]["restartCount"]) if statuses else 0
 
 
 async def gone(kube: ProcessKube, name: str = "one") -> None:
     """Deletes the pod, and returns when it is gone."""
     found = kube.store.get("Pod", name)
-    told = {
+    reported = {
         "deletionTimestamp": "2026-01-01T00:00:00Z",
         "deletionGracePeriodSeconds": found["spec"]["terminationGracePeriodSeconds"],
     }
-    kube.store.changed(found, lambda new: new["metadata"].update(told))
+    kube.store.changed(found, lambda new: new["metadata"].update(reported))
     await kube.until(lambda store: store.find("Pod", name) is None)
 
 
@@ -84,9 +84,9 @@ async def test_variables_are_the_specs_and_nothing_of_this_process(
         {"name": "CORES", "valueFrom": {"resourceFieldRef": {"resource": "requests.cpu"}}},
     ]
     resources = {"requests": {"cpu": "1500m"}}
-    told = await written(kube, pod("env", never=True, env=env, resources=resources))
+    output = await written(kube, pod("env", never=True, env=env, resources=resources))
     address = kube.store.get("Pod", "one")["status"]["podIP"]
-    variables = dict(line.split("=", 1) for line in told.splitlines())
+    variables = dict(line.split("=", 1) for line in output.splitlines())
     assert (variables["WHO"], variables["KEY"], variables["CORES"]) == ("one", "x", "2")
     assert variables["AT"] == f"{address}:1 $(NOBODY)"
     assert variables["KUBERNETES_SERVICE_PORT"].isdecimal()
@@ -131,10 +131,10 @@ async def test_paths_below_mounts_lead_to_the_volumes(kube: ProcessKube) -> None
     script = "cat /models/a /etc/settings/file /etc/key/k2 /tmp/left; stat -c %a /etc/key/k2; cat /etc/own/note; "
     found = pod(f"{script} echo $TMPDIR", never=True, volumes=volumes, volumeMounts=mounts, initContainers=[first])
     found["metadata"]["annotations"] = {"a/note": "of /models\n"}
-    told = await written(kube, found)
-    assert told.startswith(f"weights{kube.claim_folder('c')}/a and /models-otherx" + "before\n400\n")
-    assert f"\nof {kube.claim_folder('c')}\n" in told
-    assert told.endswith("/tmp\n")
+    output = await written(kube, found)
+    assert output.startswith(f"weights{kube.claim_folder('c')}/a and /models-otherx" + "before\n400\n")
+    assert f"\nof {kube.claim_folder('c')}\n" in output
+    assert output.endswith("/tmp\n")
     assert not Path("/tmp/left").exists()
 
 
