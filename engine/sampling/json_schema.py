@@ -286,7 +286,8 @@ class _Checker:
         if pattern not in self._patterns:
             self._num_pattern_chars += len(pattern) if pattern not in _FORMATS.values() else 0
             if self._num_pattern_chars > MAX_PATTERN_CHARS:
-                raise _wrong(path, "pattern", f"makes more than {MAX_PATTERN_CHARS} characters of patterns in all")
+                problem = f"brings the schema's patterns to {self._num_pattern_chars} characters"
+                raise _wrong(path, "pattern", problem, f"{MAX_PATTERN_CHARS} characters in all")
             try:
                 self._patterns[pattern] = self._translated_pattern(pattern)
             except InvalidRequest as error:
