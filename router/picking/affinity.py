@@ -81,15 +81,34 @@ class PrefixIndex:
             blocks[block] = None
             blocks.move_to_end(block)
         self._num_blocks += len(blocks) - num_before
-        while self._num_blocks > self._max_blocks:
-            largest = max(self._blocks.values(), key=len)
-            largest.popitem(last=False)
-            self._num_blocks -= 1
+        if self._num_blocks > self._max_blocks:
+            self._evict(self._num_blocks - self._max_blocks)
+
+    def _evict(self, num_surplus: int) -> None:
+        """Removes the oldest blocks of the instances that have the most, until these have equally many."""
+        largest = sorted(self._blocks.values(), key=len, reverse=True)
+        size = _size_without([len(blocks) for blocks in largest], num_surplus)
+        self._num_blocks -= num_surplus
+        for blocks in largest:
+            num_removed = min(len(blocks) - size, num_surplus)
+            for _ in range(num_removed):
+                blocks.popitem(last=False)
+            num_surplus -= num_removed
 
     def retain(self, keys: Collection[InstanceKey]) -> None:
         """Forgets the blocks of every process that is not among `keys`: it is gone, with its KV."""
         for key in self._blocks.keys() - set(keys):
             self._num_blocks -= len(self._blocks.pop(key))
+
+
+def _size_without(sizes: Sequence[int], num_surplus: int) -> int:
+    """The size to which the largest of `sizes` shrink when they give `num_surplus`; `sizes` begins with the largest."""
+    total = 0
+    for count, (size, following) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True), 1):
+        total += size
+        if (left := (total - num_surplus) // count) >= following:
+            return left
+    return 0
 
 
 class Sessions:

@@ -103,3 +103,38 @@ def test_bisection_finds_what_a_scan_finds_whatever_was_recorded_and_evicted(see
                 (place + 1 for place in range(len(wanted)) if wanted[place] in index._blocks.get(key, ())), default=0
             )
             assert last_known == scanned, "no block without the blocks before it"
+
+
+class CountedIndex(PrefixIndex):
+    """With the number of sizes that evictions have compared."""
+
+    num_compared = 0
+
+    def _evict(self, num_surplus: int) -> None:
+        self.num_compared += len(self._blocks)
+        super()._evict(num_surplus)
+
+
+def test_a_long_prompt_compares_the_instances_of_a_full_index_once() -> None:
+    keys = [InstanceKey(str(number), "1") for number in range(200)]
+    index, prompt = CountedIndex(2000), hashes(list(range(4 * 1000)))
+    for key in keys:
+        index.record(key, hashes([int(key.address)] * 40))
+    assert len(index) == 2000
+    index.record(keys[0], prompt)
+    assert len(index) == 2000
+    assert index.num_compared == len(keys)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_those_with_most_blocks_lose_as_many_as_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    index, sizes = PrefixIndex(60), dict.fromkeys(range(8), 0)
+    for number in range(200):
+        key, num_blocks = rng.randrange(8), rng.randrange(1, 25)
+        index.record(InstanceKey(str(key), "1"), hashes([number] * 4 * num_blocks))
+        sizes[key] += num_blocks
+        while sum(sizes.values()) > 60:
+            sizes[max(sizes, key=lambda one: sizes[one])] -= 1
+        held = {key.address: len(blocks) for key, blocks in index._blocks.items()}
+        assert sorted(held.values()) == sorted(size for size in sizes.values() if size)
