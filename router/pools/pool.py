@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import grpc
@@ -30,6 +30,7 @@ from serving.broadcast import Broadcast
 _log = logging.getLogger(__name__)
 
 Dial = Callable[[str], grpc.aio.Channel]
+_Kind = tuple[Identity, str]
 
 _LINGER_S = 5.0
 """How long the connection of a leaving instance outlives its last call: a release may still be on its way, or the
@@ -159,7 +160,7 @@ class Pools:
         self.by_role: dict[Role, Pool] = {"prefill": self.prefill, "decode": self.decode}
         self._changed = Broadcast()
         self._tasks: list[asyncio.Task[None]] = []
-        self._reported_mismatches: set[tuple[InstanceKey, InstanceKey]] = set()
+        self._reported_mismatches: set[tuple[_Kind, _Kind]] = set()
         self._last_decode_infos: tuple[InstanceInfo, ...] = ()
         self._last_prefill_infos: tuple[InstanceInfo, ...] = ()
 
@@ -211,14 +212,15 @@ class Pools:
         self._changed.notify()
 
     def _log_mismatches(self) -> None:
+        """Warns once of each two kinds of instances that cannot be paired, by one instance of each."""
         reported, self._reported_mismatches = self._reported_mismatches, set()
-        for decode in self.decode.views():
-            for prefill in self.prefill.views():
-                pair = (prefill.key, decode.key)
-                mismatch = decode.pairing_mismatch(prefill)
-                if mismatch is not None:
-                    self._reported_mismatches.add(pair)
-                if mismatch is None or pair in reported:
+        for decode_kind, decode in _by_kind(self.decode.views()).items():
+            for prefill_kind, prefill in _by_kind(self.prefill.views()).items():
+                kinds = (prefill_kind, decode_kind)
+                if (mismatch := decode.pairing_mismatch(prefill)) is None:
+                    continue
+                self._reported_mismatches.add(kinds)
+                if kinds in reported:
                     continue
                 _log.warning(
                     "%s differs between decode %s (%s) and prefill %s (%s): they will not be paired",
@@ -228,3 +230,8 @@ class Pools:
                     prefill.instance_id,
                     mismatch.theirs,
                 )
+
+
+def _by_kind(views: Iterable[InstanceView]) -> dict[_Kind, InstanceView]:
+    """An instance of each kind: of each identity and connector."""
+    return {(view.info.identity, view.info.kv_connector): view for view in views}

@@ -357,7 +357,19 @@ async def test_mismatches_of_processes_that_have_ended_are_forgotten(run: Run) -
             await until(
                 lambda: [one.key.epoch for one in rig.app.pools.prefill.views() if one.out is None] == [odd.epoch]
             )
-        assert [prefill.epoch for prefill, _ in rig.app.pools._reported_mismatches] == [odd.epoch]
+            (kinds,) = rig.app.pools._reported_mismatches
+            assert [identity.fingerprint for identity, _ in kinds] == ["f1", "f0"]
+
+
+async def test_two_kinds_that_cannot_be_paired_are_logged_once_however_many_instances_they_have(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = [FakeInstance("prefill", f"odd-{n}", identity={"dtype": "bfloat16", "fingerprint": "f1"}) for n in range(3)]
+    decode = [FakeInstance("decode", f"decode-{n}") for n in range(3)]
+    with caplog.at_level(logging.WARNING, "router.pools.pool"):
+        async with run(prefill=odd, decode=decode) as rig:
+            await rig.until_ready(num_prefill=3, num_decode=3)
+    assert sum("differs" in record.getMessage() for record in caplog.records) == 1
 
 
 VLLM = "vllm 0.32.0, CPUModelRunner, CPU_ATTN, KV float32"
