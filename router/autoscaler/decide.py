@@ -235,13 +235,16 @@ def decide_now(observation: PoolObservation, policy: PoolPolicy, num_present: in
 
     The observation's size is the number of ready instances. The `num_present` include those that start, are young or
     silent: a scale-up has ordered them, or a rollout has added them for a time, which are not distinguishable here. So
-    what the load on the young ones demands counts only beyond all that are present. Held where the observation has a
-    problem, and where the number that is enough is unknown and no growth is demanded.
+    what the load on the young ones demands counts only beyond all that are present, but no latency: most of its samples
+    are from before there were so many. Held where the observation has a problem, and where the number that is enough is
+    unknown and no growth is demanded.
     """
     size, stays = observation.size or 0, (num_present,) * 3
     if (problem := observation.problem) is not None:
         return ScaleDecision(observation.role, observation.at_s, *stays, problem.kind, problem.message)
-    now, settled = demand_of(observation, policy), observation.of_settled
+    settled = observation.of_settled
+    is_mixed = bool(settled.warm) and len(settled.warm) < len(observation.warm)
+    now = demand_of(replace(observation, latency_s=None) if is_mixed else observation, policy)
     if now.num_wanted <= num_present:
         if not settled.warm:
             young = f"no warm instance has been ready for {policy.settled_s:g} s, and a rollout may have added any"

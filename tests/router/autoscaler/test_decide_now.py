@@ -112,6 +112,14 @@ def test_a_latency_that_a_pool_meets_does_not_make_it_grow_during_a_rollout() ->
     assert decide_now(seen, policy, counts.num_present).new_size == 1
 
 
+def test_a_latency_that_a_pool_misses_makes_it_grow_once_for_the_instances_whose_latency_it_is() -> None:
+    policy = POLICY.model_copy(update={"min_ready_s": 40.0, "itl_objective_s": 0.05})
+    for samples in ([*running(3, 3, 3, 3)], [*running(3, 3, 3, 3), *young(1, 1)]):
+        counts = counts_of(samples, policy)
+        seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=0.075)
+        assert decide_now(seen, policy, counts.num_present).new_size == 6
+
+
 @dataclass
 class Hpa:
     """As Kubernetes computes it of an external metric with an average value of 1."""
