@@ -46,9 +46,7 @@ class Capacity:
     """Those instances all compute prompts that miss their TTFT behind the others. They report what steps cost, by which
     they know them."""
     used_prefill_tokens: int = 0
-    """Prompt tokens that the prefilling instances have yet to compute, of all routers."""
-    num_unreported_to_prefill: int = 0
-    """Those of them that no report counts yet: this router's own."""
+    """Prompt tokens that the prefilling instances have yet to compute, of all routers, by their reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +86,17 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
         used_sequences=sum(view.num_requests for view in ready),
         used_blocks=sum(view.num_used_blocks for view in ready),
         used_prefill_tokens=sum(_num_to_prefill(view) for view in prefilling),
-        num_unreported_to_prefill=sum(view.num_unreported_to_prefill for view in prefilling),
         prefilled_by="prefill" if ready_prefill else "decode",
         puts_late_last=bool(prefilling) and all(view.load.step_cost is not None for view in prefilling),
     )
 
 
 def _num_to_prefill(view: InstanceView) -> int:
-    """Prompt tokens that the instance has yet to compute, without those of late prompts where it puts these last."""
+    """Prompt tokens that the instance reports to have yet to compute, without those of late prompts where it puts these
+    last."""
     load = view.load
     num_waiting = 0 if load.step_cost is not None else load.num_waiting_tokens  # vLLM's report no uncomputed ones
-    return max(load.num_uncomputed_tokens, num_waiting) + view.num_unreported_to_prefill
+    return max(load.num_uncomputed_tokens, num_waiting)
 
 
 def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSettings, num_routers: int = 1) -> Limits:
@@ -132,12 +130,10 @@ class ExternalLoadEstimator:
         while self._samples and now_s - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         is_first = not self._samples
-        # Overdue prompts have left `own`, and may be unreported still, as may those in it.
-        num_own_prefill_tokens = max(own.num_prefill_tokens, capacity.num_unreported_to_prefill)
         sample = ExternalLoad(
             max(capacity.used_sequences - own.num_sequences, 0),
             max(capacity.used_blocks - own.num_blocks, 0),
-            max(capacity.used_prefill_tokens - num_own_prefill_tokens, 0),
+            max(capacity.used_prefill_tokens - own.num_prefill_tokens, 0),
         )
         self._samples.append((now_s, sample))
         if is_first:

@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
-from router.admission.fair_queue import Entry, FairQueue, ServiceRate
+from router.admission.fair_queue import Entry, Excess, FairQueue, ServiceRate
 from router.admission.settings import AdmissionSettings
 from router.admission.shares import TenantShares
 from router.admission.ticket import Ticket, TooLate
@@ -249,8 +249,11 @@ class AdmissionController:
             if newcomer is not None:
                 self._start(newcomer)
         else:
+            has_paused = False  # then the slots that it has left over were not free either
             while (found := self._next()) is not None:
-                self._start(*found)
+                entry, is_free = found
+                has_paused = has_paused or not is_free
+                self._start(entry, had_free_slot=not has_paused)
         self._rate.observe(self.clock(), waiting=self.queue.head() is not None)
         if self.queue.num_queued and self._poll is None:
             self._poll = asyncio.get_running_loop().call_later(_POLL_S, self._poll_pools)
@@ -387,8 +390,8 @@ class AdmissionController:
         several of its streams have paused and others take what they free. A single paused stream soon goes on. Below
         these limits 0 if prompts are in its way, or slots that its tenant may take for it and those ahead of it."""
         tenant, num_ahead, own_s = entry.flow, self.queue.num_ahead(entry), 0.0
-        if not self.queue.may_start_behind(entry):
-            own_s = self._shares.next_end_s(num_ahead, self.clock(), of=tenant)
+        if excess := self.queue.excess_behind(entry):
+            own_s = self._shares.next_end_s(excess, self.clock(), of=tenant)
         if not self.queue.may_start(tenant):
             return own_s
         claimed = entry.item.charge.times(num_ahead + 1)
@@ -396,7 +399,8 @@ class AdmissionController:
         if is_behind_prompts or self._shares.yielding_to(tenant, claimed, self.in_use, self._slots, math.inf):
             return own_s
         is_above_share = self.queue.num_returned(tenant) > 1
-        return max(own_s, self._shares.next_end_s(num_ahead, self.clock(), of=tenant if is_above_share else None))
+        needed = Excess(num_ahead + 1, 0)
+        return max(own_s, self._shares.next_end_s(needed, self.clock(), of=tenant if is_above_share else None))
 
     def _timed_out(self, entry: Entry[Ticket]) -> ServiceError:
         if not self._capacity.num_instances:

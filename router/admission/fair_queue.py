@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from router.admission.settings import TenantSettings
 
@@ -74,6 +74,13 @@ OVERFLOW_FLOW = "*"
 """The flow that new flows share when `max_flows` are tracked."""
 
 
+class Excess(NamedTuple):
+    """By how much entries exceed the limits of their flow."""
+
+    num_entries: int
+    cost: float
+
+
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
     """One item in the queue or in service. Made by `push`."""
@@ -108,17 +115,17 @@ class _Flow(Generic[T]):
 
     def may_start(self) -> bool:
         """Whether the head is within the flow's own limits."""
-        return self.has_room(self.head().cost)
+        return self.excess(self.head().cost) is None
 
-    def has_room(self, cost: float, num_ahead: int = 0, cost_ahead: float = 0.0) -> bool:
-        """Whether an entry is within the flow's own limits when those ahead of it are in service too; a single entry
-        always is."""
+    def excess(self, cost: float, num_ahead: int = 0, cost_ahead: float = 0.0) -> Excess | None:
+        """Of the flow's own limits, when an entry and those ahead of it are in service too; a single entry has none."""
         share, num_before = self.share, self.num_in_service + num_ahead
         if not num_before:
-            return True
-        if share.max_requests is not None and num_before >= share.max_requests:
-            return False
-        return share.max_tokens is None or self.cost_in_service + cost_ahead + cost <= share.max_tokens
+            return None
+        num_entries = num_before + 1 - share.max_requests if share.max_requests is not None else 0
+        all_cost = self.cost_in_service + cost_ahead + cost
+        excess = Excess(max(num_entries, 0), max(all_cost - share.max_tokens, 0) if share.max_tokens is not None else 0)
+        return excess if any(excess) else None
 
     def cost_ahead(self, entry: Entry[T]) -> float:
         """Of the queued entries before one that is pushed now with its rank."""
@@ -208,11 +215,11 @@ class FairQueue(Generic[T]):
         """Whether a backlogged flow is within its own limits with its next entry."""
         return self._backlogged[flow].may_start()
 
-    def may_start_behind(self, entry: Entry[T]) -> bool:
-        """Whether an entry that is pushed now with its rank is within its flow's own limits when those ahead of it have
-        started, and none has ended."""
+    def excess_behind(self, entry: Entry[T]) -> Excess | None:
+        """Of its flow's own limits, when an entry that is pushed now with its rank and those ahead of it have started,
+        and none has ended: what must end before it starts. None: it is within them."""
         flow = self._backlogged[entry.flow]
-        return flow.has_room(entry.cost, self.num_ahead(entry), flow.cost_ahead(entry))
+        return flow.excess(entry.cost, self.num_ahead(entry), flow.cost_ahead(entry))
 
     def num_returned(self, flow: str) -> int:
         """Queued entries of a backlogged flow that have run."""

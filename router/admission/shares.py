@@ -10,12 +10,14 @@ It decides; the controller applies it.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Charge, Limits, Usage
-from router.admission.fair_queue import Entry
+from router.admission.fair_queue import Entry, Excess
 from router.admission.settings import TenantSettings
 from router.admission.ticket import Ticket
 
@@ -36,6 +38,9 @@ class _Holding:
 
     def part(self, limits: Limits) -> float:
         return self.usage.part_of(limits) / self.weight
+
+
+_Reducible = tuple[_Holding, Iterator[Entry[Ticket]]]
 
 
 class TenantShares:
@@ -78,41 +83,53 @@ class TenantShares:
     ) -> list[Entry[Ticket]]:
         """The streams whose slots make `charge` fit `limits`, the longest running of the tenant with the largest part
         first. Empty if it fits already, or if there are not enough."""
+        if in_use.exceeded_limit(charge, limits) is None or in_use.num_prefill_tokens >= limits.num_prefill_tokens:
+            return []  # it fits, or what runs is not in its way
         part = self._part_with(tenant, charge, limits)
-        others = [one for name, one in self._holdings.items() if name != tenant and one.part(limits) > part]
-        if not others or in_use.num_prefill_tokens >= limits.num_prefill_tokens:
-            return []  # no tenant has more, or what runs is not in its way
-        left = replace(in_use)
-        remaining = [(replace(one, usage=replace(one.usage)), self._pausable(one, now_s)) for one in others]
-        yielding = list[Entry[Ticket]]()
+        parts = [(one.part(limits), one) for name, one in self._holdings.items() if name != tenant]
+        largest = [(-its, index) for index, (its, _) in enumerate(parts) if its > part]
+        heapq.heapify(largest)
+        left, yielding, reduced = replace(in_use), list[Entry[Ticket]](), dict[int, _Reducible]()
         while left.exceeded_limit(charge, limits) is not None:
-            if not remaining:
+            if not largest:
                 return []
-            largest = max(remaining, key=lambda one: one[0].part(limits))
-            holding, pausable = largest
+            _, index = largest[0]
+            if index not in reduced:
+                reduced[index] = self._reducible(parts[index][1], now_s)
+            holding, pausable = reduced[index]
             if (entry := next(pausable, None)) is not None:
                 holding.usage.remove(entry.item.charge)
-            if entry is None or holding.part(limits) < part:
-                remaining.remove(largest)
+            if entry is None or (its := holding.part(limits)) < part:
+                heapq.heappop(largest)
             else:
+                heapq.heapreplace(largest, (-its, index))
                 left.remove(entry.item.charge)
                 yielding.append(entry)
         return yielding
 
-    def next_end_s(self, num_ahead: int, now_s: float, *, of: str | None) -> float:
-        """Expected seconds until so many requests and one more have ended, of one tenant or of all. Once one has ended,
-        simply the time since then, or since the last start, before which a slot was free (of all: without those after a
-        pause): after a silence as long a one is expected. 0: nothing is known."""
+    def next_end_s(self, needed: Excess, now_s: float, *, of: str | None) -> float:
+        """Expected seconds until so many requests with so many tokens have ended, of one tenant or of all. Once one has
+        ended, simply the time since then, or since the last start, before which a slot was free (of all: without those
+        after a pause): after a silence as long a one is expected. 0: nothing is known."""
         holdings = [holding for tenant, holding in self._holdings.items() if of in (None, tenant)]
         if ends_s := [holding.last_end_s for holding in holdings if holding.last_end_s is not None]:
             starts_s = (one.last_free_start_s if of is None else one.last_start_s for one in holdings)
             return now_s - max([*ends_s, *starts_s])
-        remaining_s = (entry.item.remaining_s(now_s) for holding in holdings for entry in holding.streams)
-        known_s = sorted(one for one in remaining_s if one is not None)
-        return known_s[min(num_ahead, len(known_s) - 1)] if known_s else 0.0
+        entries = (entry for holding in holdings for entry in holding.streams)
+        remaining = ((entry.item.remaining_s(now_s), entry.cost) for entry in entries)
+        known = sorted((end_s, cost) for end_s, cost in remaining if end_s is not None)
+        costs = itertools.accumulate(cost for _, cost in known)
+        enough = (
+            end_s
+            for number, ((end_s, _), cost) in enumerate(zip(known, costs, strict=True), 1)
+            if number >= needed.num_entries and cost >= needed.cost
+        )
+        return next(enough, known[-1][0] if known else 0.0)
 
-    def _pausable(self, holding: _Holding, now_s: float) -> Iterator[Entry[Ticket]]:
-        return (entry for entry in holding.streams if entry.item.may_pause(now_s, self._yield_after_s))
+    def _reducible(self, holding: _Holding, now_s: float) -> _Reducible:
+        """A copy of `holding` to take streams from, and the streams that may pause."""
+        pausable = (entry for entry in holding.streams if entry.item.may_pause(now_s, self._yield_after_s))
+        return replace(holding, usage=replace(holding.usage)), pausable
 
     def _part_with(self, tenant: str, charge: Charge, limits: Limits) -> float:
         """The tenant's part if it gets `charge` too."""

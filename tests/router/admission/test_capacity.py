@@ -113,12 +113,11 @@ def test_one_of_several_routers_may_have_prompts_for_the_steps_that_the_others_l
     assert limits_of(capacity, ExternalLoad(num_prefill_tokens=1000), settings).num_prefill_tokens == 400
 
 
-def test_prompts_to_compute_are_those_of_the_prefilling_instances_sent_ones_too() -> None:
+def test_prompts_to_compute_are_those_that_the_prefilling_instances_report() -> None:
     computing = replace(view("p", load={"num_uncomputed_tokens": 70}), num_unreported_to_prefill=20)
     waiting = view("q", load={"num_waiting_tokens": 30})  # vLLM's report only those
     assert capacity_of([computing], [waiting]).used_prefill_tokens == 30
-    both = capacity_of([computing, waiting], [])
-    assert (both.used_prefill_tokens, both.num_unreported_to_prefill) == (120, 20)
+    assert capacity_of([computing, waiting], []).used_prefill_tokens == 100, "those that no report counts are known"
     cost = StepCost(0.004, 0.001, 0.0002)
     late = view("r", load={"num_uncomputed_tokens": 40, "num_waiting_tokens": 90, "step_cost": cost})
     assert capacity_of([late], []).used_prefill_tokens == 40, "late prompts delay no other"
@@ -143,13 +142,19 @@ def test_foreign_load_counts_only_as_far_as_it_lasts() -> None:
     assert observed(10, 1.3) == ExternalLoad()
 
 
-def test_prompts_that_no_report_counts_yet_are_no_foreign_load() -> None:
+@pytest.mark.parametrize(
+    ("num_reported", "num_overdue", "num_new"), [(60, 80, 0), (60, 80, 10), (0, 80, 0), (60, 0, 0)]
+)
+def test_prompts_that_no_report_counts_yet_are_no_foreign_load(
+    num_reported: int, num_overdue: int, num_new: int
+) -> None:
     """This router sent them. Its limits leave them out once they are overdue, which may be long before they are
     reported: they wait for a reservation."""
-    own = Usage(num_prefill_tokens=40)
-    for num_unreported, num_used, num_external in ((0, 100, 60), (30, 130, 90), (70, 100, 30), (70, 70, 0)):
-        external = ExternalLoadEstimator()
-        capacity = Capacity(1, used_prefill_tokens=num_used, num_unreported_to_prefill=num_unreported)
+    own = Usage(num_prefill_tokens=num_reported + num_new)
+    unreported = replace(view("q"), num_unreported_to_prefill=num_overdue + num_new)
+    for num_foreign, num_external in ((0, 0), (100, 100 - num_new)):
+        reported = view("p", load={"num_uncomputed_tokens": num_reported + num_foreign})
+        external, capacity = ExternalLoadEstimator(), capacity_of([reported, unreported], [])
         external.observe(capacity, own, 0.0)
         assert external.observe(capacity, own, 0.5).num_prefill_tokens == num_external
 

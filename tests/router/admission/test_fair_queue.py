@@ -121,11 +121,12 @@ def test_entries_ahead_of_one_use_up_its_flow_s_own_limits() -> None:
     for share in (TenantSettings(max_requests=2), TenantSettings(max_tokens=15)):
         queue = queue_of({"bounded": share})
         first = push(queue, "bounded", cost=5)
-        assert queue.may_start_behind(first), "a single entry always is within them"
+        assert queue.excess_behind(first) is None, "a single entry always is within them"
         start_next(queue)
         second, third = (push(queue, "bounded", cost=8) for _ in range(2))
         urgent = push(queue, "bounded", cost=8, priority=1)
-        assert [queue.may_start_behind(entry) for entry in (urgent, second, third)] == [True, False, False]
+        excesses = [queue.excess_behind(entry) for entry in (urgent, second, third)]
+        assert excesses == ([None, *[(2, 0) if share.max_requests else (0, 14)] * 2])
         assert queue.may_start("bounded")
 
 

@@ -130,6 +130,46 @@ async def test_a_tenant_at_its_own_limit_waits_for_the_end_of_one_of_its_own() -
     await rig.close()
 
 
+async def test_a_tenant_near_its_own_limit_waits_only_for_the_ends_beyond_it() -> None:
+    now_s = 0.0
+    three = {"three": TenantSettings(max_requests=3)}
+    rig = AdmissionRig(
+        Capacity(num_instances=1, num_sequences=3), queue_timeout_s=5.0, tenants=three, clock=lambda: now_s
+    )
+    for name, tenant, max_tokens in (("long", "three", 1000), ("short", "three", 12), ("other", "other", 12)):
+        await rig.arrive(name, request(tenant=tenant, max_tokens=max_tokens))
+        rig.admission.prefilled(rig.tickets[name])
+        rig.tickets[name].num_emitted = lambda: 10
+    now_s = 10.0
+    await rig.arrive("next", request(tenant="three"))
+    await rig.arrive("behind", request(tenant="three"))
+    assert rig.admission.num_queued == 2, "one of its two ends in two seconds, and so does the other tenant's"
+    await rig.arrive("third", request(tenant="three"))
+    assert "the wait would be" in (await rig.rejection("third")).message
+    await rig.close()
+
+
+async def test_slots_that_a_pause_leaves_over_were_not_free() -> None:
+    now_s = 0.0
+    rig = AdmissionRig(Capacity(num_instances=1, num_sequences=4), queue_timeout_s=5.0, clock=lambda: now_s)
+    await rig.arrive("short", request(tenant="other"))
+    for name in ("pair", "pair that stays"):
+        await rig.arrive(name, request(tenant="greedy", n=2))
+        if name == "pair":
+            await rig.finish("short")
+        rig.admission.prefilled(rig.tickets[name])
+        rig.tickets[name].num_emitted = lambda: 6
+    now_s = 30.0
+    for name in ("first", "second"):
+        await rig.arrive(name, request(tenant=name))
+    now_s = 30.2
+    await until(lambda: {"first", "second"} <= set(rig.inside))
+    assert rig.admission.num_paused == 1
+    await rig.arrive("third", request(tenant="third"))
+    assert "the wait would be 30.2 s" in (await rig.rejection("third")).message
+    await rig.close()
+
+
 async def test_a_slot_that_was_taken_from_a_stream_was_not_free() -> None:
     now_s = 0.0
     rig = AdmissionRig(queue_timeout_s=5.0, clock=lambda: now_s)

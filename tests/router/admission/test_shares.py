@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from router.admission.capacity import Charge, Limits, Usage
-from router.admission.fair_queue import Entry
+from router.admission.fair_queue import Entry, Excess
 from router.admission.settings import TenantSettings
 from router.admission.shares import TenantShares
 from router.admission.ticket import Ticket
 
 NOW_S = 100.0
 LIMITS = Limits(num_requests=1000, num_sequences=8)
+ONE, TEN = Excess(1, 0), Excess(10, 0)
 SLOT = Charge(num_sequences=1, num_tokens=20, num_blocks=2, num_prefill_tokens=10)
 
 
@@ -142,17 +145,19 @@ def test_the_next_end_is_expected_by_lengths_and_once_one_has_ended_by_the_silen
     two_choices = SLOT._replace(num_sequences=2)
     house.start("new", 1, emitted=7)
     house.start("new", 1, emitted=15, charge=two_choices)
-    end_s = [house.shares.next_end_s(ahead, NOW_S, of="greedy") for ahead in (0, 1, 2, 9)]
+    end_s = [house.shares.next_end_s(Excess(number, 0), NOW_S, of="greedy") for number in (1, 2, 3, 10)]
     assert [round(one, 2) for one in end_s] == [3.0, 24.0, 24.0, 24.0]
-    assert house.shares.next_end_s(0, NOW_S, of="new") == 0.0
+    end_s_by_cost = [house.shares.next_end_s(Excess(0, cost), NOW_S, of="greedy") for cost in (1, 30, 31, 999)]
+    assert [round(one, 2) for one in end_s_by_cost] == [3.0, 3.0, 24.0, 24.0]
+    assert house.shares.next_end_s(ONE, NOW_S, of="new") == 0.0
     ended = Entry(Ticket(SLOT, 10, lambda: 3, prefilled=True), "new", 20, 0)
     house.shares.add(ended)
     house.shares.remove(ended, ended_s=NOW_S - 7.0)
-    assert house.shares.next_end_s(9, NOW_S, of=None) == 7.0
-    assert house.shares.next_end_s(0, NOW_S, of="greedy") == end_s[0]
+    assert house.shares.next_end_s(TEN, NOW_S, of=None) == 7.0
+    assert house.shares.next_end_s(ONE, NOW_S, of="greedy") == end_s[0]
     house.start("greedy", 1, age_s=3.0)
-    assert house.shares.next_end_s(9, NOW_S, of=None) == 3.0, "a slot was free until then"
-    assert house.shares.next_end_s(9, NOW_S, of="new") == 7.0
+    assert house.shares.next_end_s(TEN, NOW_S, of=None) == 3.0, "a slot was free until then"
+    assert house.shares.next_end_s(TEN, NOW_S, of="new") == 7.0
 
 
 def test_few_idle_tenants_are_kept_and_none_when_all_are_idle() -> None:
@@ -166,3 +171,25 @@ def test_few_idle_tenants_are_kept_and_none_when_all_are_idle() -> None:
     assert len(house.shares._holdings) == 2
     house.shares.remove(entries[-1], ended_s=NOW_S)
     assert not house.shares._holdings
+
+
+def test_the_work_grows_with_the_tenants_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_parts = 0
+    part_of = Usage.part_of
+
+    def counted(usage: Usage, limits: Limits) -> float:
+        nonlocal num_parts
+        num_parts += 1
+        return part_of(usage, limits)
+
+    house, num_tenants = House(), 300
+    large = SLOT._replace(num_sequences=2)
+    for number in range(num_tenants):
+        house.start(f"tenant {number}", 1, charge=large)
+    limits = Limits(num_requests=1000, num_sequences=2 * num_tenants)
+    monkeypatch.setattr(Usage, "part_of", counted)
+    assert house.yielding("modest", limits=limits) == [], "each would be left with less than the newcomer"
+    assert num_parts <= 3 * num_tenants
+    num_parts = 0
+    assert house.yielding("modest", limits=Limits(num_sequences=2 * num_tenants + 1)) == []
+    assert not num_parts, "it fits"
