@@ -22,11 +22,12 @@ from tqdm import tqdm
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokenLogprob, TokensEvent
+from engine.core.messages import AbortRequests, EngineRequest, TokenLogprob, TokensEvent
 from engine.errors import EngineError, InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.machine import set_num_threads
 from engine.ranks import RankLost
+from engine.sampling.grammar import CompiledGrammar
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
 from engine.text.chat_template import Tools
 from engine.text.detokenizer import OutputProcessor
@@ -256,6 +257,8 @@ class _Choice:
     tokenizer: Tokenizer | None
     siblings: list[_Choice] = field(default_factory=list)
     """Started after this choice's first token, when the prompt's blocks can be shared."""
+    grammar: CompiledGrammar | None = None
+    """For the siblings: the compiler keeps only so many, and would begin again."""
 
     def add_logprobs(self, positions: Sequence[Sequence[TokenLogprob]]) -> None:
         if self.output.logprobs is None or self.output.cumulative_logprob is None:
@@ -312,10 +315,11 @@ class _Batch:
                 self._core.step()
             self._progress.close()
 
-    def _start(self, choices: list[_Choice]) -> None:
+    def _start(self, choices: list[_Choice], grammar: CompiledGrammar | None = None) -> None:
+        """`grammar`: that of their constraint; None: it is not known yet, or there is none."""
         for choice in choices:
             self._running[choice.request.request_id] = choice
-            self._core.handle(AddRequest(choice.request))
+            choice.grammar = self._core.add(choice.request, grammar)
 
     def _apply(self, event: TokensEvent) -> None:
         choice = self._running[event.request_id]
@@ -333,8 +337,8 @@ class _Batch:
         choice.add_logprobs(event.logprobs[: delta.num_tokens])
         choice.add_prompt_logprobs(event.prompt_logprobs)
         choice.result.num_cached_tokens = max(choice.result.num_cached_tokens, event.num_cached_tokens)
-        self._start(choice.siblings)
-        choice.siblings = []
+        self._start(choice.siblings, choice.grammar)
+        choice.siblings, choice.grammar = [], None
         self._show_rate(delta.num_tokens)
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason

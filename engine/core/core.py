@@ -21,6 +21,7 @@ from engine.core.messages import (
     Command,
     EngineInfo,
     EngineLoad,
+    EngineRequest,
     Event,
     KVProgress,
     LeaseCommand,
@@ -37,7 +38,7 @@ from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
 from engine.models import read_config
 from engine.models.config import DecoderConfig
-from engine.sampling.grammar import GrammarCompiler
+from engine.sampling.grammar import CompiledGrammar, GrammarCompiler
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
@@ -146,25 +147,11 @@ class EngineCore:
     def handle(self, command: Command) -> None:
         """Apply one command, between steps. `Shutdown` is left to the owner."""
         self.idle = False
-        if isinstance(command, AddRequest | AbortRequests):
-            # Blocks that an abandoned read may still write to must not be freed with the request.
-            self._apply_io()
         match command:
-            case AddRequest(spec) if spec.request_id in self.scheduler.held:
-                error = f"request id {spec.request_id} is in use: KV of an earlier request with it is still transferred"
-                event = TokensEvent(spec.request_id, [], finish_reason="error", error=error, error_kind="id_in_use")
-                self._events.append(event)
             case AddRequest(spec):
-                self._num_arrived += 1
-                constraint = spec.params.constraint
-                request = Request.from_spec(
-                    spec,
-                    arrival=self._num_arrived,
-                    fingerprint=self._fingerprint,
-                    grammar=None if constraint is None else self._grammars.compiled(constraint),
-                )
-                self.scheduler.add_request(request, time.monotonic())
+                self.add(spec)
             case AbortRequests(request_ids):
+                self._apply_io()  # blocks that an abandoned read may still write to must not be freed with the request
                 for request_id in request_ids:
                     self.scheduler.abort(request_id)
             case Seed(request_id, token_ids):
@@ -175,6 +162,23 @@ class EngineCore:
                 pass
             case _:
                 assert_never(command)
+
+    def add(self, spec: EngineRequest, grammar: CompiledGrammar | None = None) -> CompiledGrammar | None:
+        """Add a request, as the command does, and return its grammar. `grammar` is what was returned for a request with
+        the same constraint: the compiler may have dropped it and would begin again."""
+        self.idle = False
+        self._apply_io()
+        if spec.request_id in self.scheduler.held:
+            error = f"request id {spec.request_id} is in use: KV of an earlier request with it is still transferred"
+            event = TokensEvent(spec.request_id, [], finish_reason="error", error=error, error_kind="id_in_use")
+            self._events.append(event)
+            return None
+        self._num_arrived += 1
+        if grammar is None and spec.params.constraint is not None:
+            grammar = self._grammars.compiled(spec.params.constraint)
+        request = Request.from_spec(spec, arrival=self._num_arrived, fingerprint=self._fingerprint, grammar=grammar)
+        self.scheduler.add_request(request, time.monotonic())
+        return grammar
 
     def await_grammars(self) -> None:
         """Wait until the constraints of all requests are compiled, for each at most `grammar_s` from when those before

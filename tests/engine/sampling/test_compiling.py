@@ -121,6 +121,34 @@ def test_a_call_offline_limits_each_compilation_and_not_how_many_there_are(
     assert llm.core.load.num_waiting == 0
 
 
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_further_choices_take_the_first_ones_grammar_which_the_cache_may_have_dropped(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    llm = LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", num_blocks=64)
+    grammars, await_grammars = llm.core._grammars, llm.core.await_grammars
+    compile_now, compiled = grammars._library.compile, list[str]()
+
+    def compile_counted(constraint: Constraint) -> Any:
+        compiled.append(constraint.source)
+        return compile_now(constraint)
+
+    def await_and_drop() -> None:
+        await_grammars()
+        monkeypatch.setattr(grammar, "MAX_CACHE_BYTES", 0)
+        grammars.compiled(Constraint("regex", "b+")).result()
+        assert [one.source for one in grammars._cache] == ["b+"]
+
+    monkeypatch.setattr(grammars._library, "compile", compile_counted)
+    monkeypatch.setattr(llm.core, "await_grammars", await_and_drop)
+    params = [
+        SamplingParams(n=3, regex=regex, max_tokens=max_tokens, stop_token_ids=(END,)) for regex in ("a{64}", "c{64}")
+    ]
+    results = llm.generate([[1, 2]] * 2, params, use_tqdm=False)
+    assert [len(output.token_ids) for result in results for output in result.outputs] == [max_tokens] * 6
+    assert sorted(compiled) == ["a{64}", "b+", "c{64}"]
+
+
 def test_constraints_that_no_request_waits_for_are_not_compiled(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
