@@ -23,3 +23,10 @@ def test_the_first_wait_returns_once_a_peer_is_reached() -> None:
     assert replaced_s(redial, range(16)) == [0, 1, 3, 7, 15]
     assert not redial.is_due(15.5, is_ready=True, is_failed=False)
     assert replaced_s(redial, range(16, 20)) == [16, 18]
+
+
+def test_the_first_wait_returns_where_the_end_of_an_outage_was_not_seen() -> None:
+    """Calls alone look at the channel: between two outages there may be none, or one long stream."""
+    redial = Redial(1.0)
+    assert replaced_s(redial, range(100)) == [0, 1, 3, 7, 15, 31, 61, 91]
+    assert replaced_s(redial, range(152, 160)) == [152, 153, 155, 159]
