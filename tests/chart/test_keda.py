@@ -97,9 +97,15 @@ def test_what_has_just_been_ordered_is_not_removed_before_it_counts(values: dict
         render(autoscaling(least_s - 1))
 
 
-@pytest.mark.parametrize("behavior", [{}, {"scaleDown": None}, {"scaleDown": {"stabilizationWindowSeconds": None}}])
+@pytest.mark.parametrize("behavior", [{"scaleDown": None}, {"scaleDown": {"stabilizationWindowSeconds": None}}])
 def test_kubernetes_own_window_is_long_enough(behavior: dict[str, object]) -> None:
-    render({"autoscaling": {"mode": "external", "keda": {"enabled": True, "behavior": behavior}}})
+    """null removes the chart's; an empty object would leave it."""
+    scaled = of_kind(
+        render({"autoscaling": {"mode": "external", "keda": {"enabled": True, "behavior": behavior}}}), "ScaledObject"
+    )
+    assert len(scaled) == 2
+    for one in scaled:
+        assert not one["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"].get("scaleDown")
 
 
 @pytest.mark.parametrize(
