@@ -222,7 +222,7 @@ class AsyncEngine:
 
 _MODULES: dict[EngineKind, str] = {"tandem": "engine.core.process", "vllm": "vllm_engine.process"}
 _SHUTDOWN_S = 5.0
-_MAX_FOLDER_CHARS = 70
+_MAX_FOLDER_BYTES = 70
 
 
 class CoreLink(Protocol):
@@ -317,6 +317,6 @@ class ProcessLink:
 
 
 def _temporary_folder() -> str:
-    """A socket's path has at most 107 characters, and TMPDIR may be longer."""
+    """A socket's path has at most 107 bytes, and TMPDIR may be longer."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= _MAX_FOLDER_CHARS else "/tmp"
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp"

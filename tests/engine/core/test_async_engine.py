@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -251,6 +252,16 @@ async def test_a_core_that_cannot_start_says_why(config: EngineConfig, capfd: py
     with pytest.raises(EngineDeadError, match="status 1"):
         await AsyncEngine.start(broken)
     assert "config.json" in capfd.readouterr().err
+
+
+async def test_a_temporary_directory_whose_path_has_too_many_bytes_for_sockets_is_not_used(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = short_folder / ("é" * 40)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(EngineDeadError, match="status 1"):  # it started, and found no model
+        await AsyncEngine.start(EngineConfig(model="/nowhere"))
 
 
 PARENT = """
