@@ -28,8 +28,8 @@ from protos.tandem.v1 import generation_pb2_grpc
 from serving.redial import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
-from tandem.client.here import is_here
-from tandem.client.registry import running_address
+from tandem.client.here import has_proxy
+from tandem.client.registry import is_local, running_address
 
 if TYPE_CHECKING:
     from serving.tls import TlsFiles, TlsMaterial
@@ -165,7 +165,7 @@ def open_blocking_channel(
 
 def _without_proxy(target: str, options: Options) -> Options:
     """`options`, for a server on this machine without the proxy of the environment: it cannot reach this machine's."""
-    return (*options, ("grpc.enable_http_proxy", 0)) if is_here(target) else options
+    return (*options, ("grpc.enable_http_proxy", 0)) if has_proxy() and is_local(target) else options
 
 
 def _is_name(target: str) -> bool:

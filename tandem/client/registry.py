@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tandem.client.credentials import PLAINTEXT, Credentials, stack_credentials
 from tandem.client.errors import NotRunning
-from tandem.client.here import reaches
+from tandem.client.here import is_here, reaches
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
@@ -172,6 +172,15 @@ def credentials_for(address: str) -> Credentials:
         if any(reaches(address, one) for one in (stack.address, stack.admin_address, *stack.instances.values())):
             return stack_credentials(Path(stack.folder))
     return PLAINTEXT
+
+
+def is_local(target: str) -> bool:
+    """Whether `target` is an address of this machine, or that of a router of this user's local stacks, which may listen
+    at a name of this machine."""
+    if is_here(target):
+        return True
+    stacks = running_stacks()
+    return any(reaches(target, one) for stack in stacks for one in (stack.address, stack.http_address))
 
 
 def sweep() -> int:

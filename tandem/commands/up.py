@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
+from tandem.client.here import has_proxy
 from tandem.client.registry import made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
 from tandem.connectors import ConnectorChoice
@@ -435,6 +436,9 @@ def usage_text(stack: LocalStack) -> str:
     token = "" if key_file is None else f""" -H "Authorization: Bearer $(cat {key_file})\""""
     grpcurl_tls, curl_tls = ("-plaintext", "") if ca_file is None else (f"-cacert {ca_file}", f"--cacert {ca_file} ")
     http = f"{'http' if ca_file is None else 'https'}://{stack.http_address}"
+    # A proxy of the environment cannot reach this machine; curl would call it even for loopback.
+    grpcurl, no_proxy = ("NO_PROXY='*' grpcurl", " --noproxy '*'") if has_proxy() else ("grpcurl", "")
+    grpcurl += f" {grpcurl_tls}{token}"
     lines = [f"  {name:<11} {process.spec.address}" for name, process in stack.processes.items()]
     if stack.http_address is not None:
         lines.append(f"  OpenAI API  {http}/v1")
@@ -455,14 +459,14 @@ def usage_text(stack: LocalStack) -> str:
         f'  print(Client("{address}").generate("Once upon a time", max_tokens=32).text)',
         "",
         "from any gRPC client:",
-        f"""  grpcurl {grpcurl_tls}{token} -d '{{"text": "Once upon a time", "sampling": {{"max_tokens": 32}}}}' \\""",
+        f"""  {grpcurl} -d '{{"text": "Once upon a time", "sampling": {{"max_tokens": 32}}}}' \\""",
         f"    {address} tandem.v1.GenerationService/Generate",
         "",
     ]
     if stack.http_address is not None:
         lines += [
             "from any OpenAI client:",
-            f"  curl {curl_tls}{http}/v1/chat/completions{token} \\",
+            f"  curl {curl_tls}{http}/v1/chat/completions{token}{no_proxy} \\",
             "    -H 'Content-Type: application/json' \\",
             """    -d '{"messages": [{"role": "user", "content": "What is a tandem?"}], "max_tokens": 32}'""",
             "",

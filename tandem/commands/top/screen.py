@@ -27,7 +27,7 @@ from textual.widgets import DataTable, Footer, Header, Label, RichLog, Sparkline
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from tandem.client.channel import ADMIN_OPTIONS, open_async_channel
 from tandem.client.errors import explain
-from tandem.client.here import is_here
+from tandem.client.registry import is_local
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_problem, pool_name
 from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
 from tandem.commands.top.rates import TPOT, TTFT, Latencies, TokenRates
@@ -223,7 +223,7 @@ class TopApp(App[None]):
     async def _scrape(self, address: str) -> None:
         import httpx
 
-        async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S, trust_env=not is_here(address)) as client:
+        async with httpx.AsyncClient(timeout=CALL_TIMEOUT_S, trust_env=not is_local(address)) as client:
             while True:
                 try:
                     response = await client.get(f"http://{address}/metrics")

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -88,12 +89,17 @@ def test_several_routers_share_the_requests(two: list[Router]) -> None:
     assert {"left", "right"} == set(models)
 
 
-def test_a_router_on_this_machine_is_not_looked_for_behind_the_proxy(
-    two: list[Router], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def use_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that does not answer, for every address."""
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+
+
+def test_a_router_on_this_machine_is_not_looked_for_behind_the_proxy(
+    two: list[Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_proxy(monkeypatch)
 
     async def ask() -> str:
         async with AsyncClient(two[1].address) as client:
@@ -106,14 +112,43 @@ def test_a_router_on_this_machine_is_not_looked_for_behind_the_proxy(
     assert asyncio.run(ask()) == "right"
 
 
+def test_a_router_at_any_address_of_this_machine_is_not_looked_for_behind_the_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
+    hosts = [one.address for one in every if one.family is socket.AF_INET]
+    assert "127.0.0.1" in hosts
+    use_proxy(monkeypatch)
+    with Router("own").serving("0.0.0.0:0") as router:
+        port = router.address.rpartition(":")[2]
+        for host in hosts:
+            with Client(f"{host}:{port}") as client:
+                assert client.generate("go").model == "own", host
+
+
 def test_what_is_on_this_machine() -> None:
     assert is_here("ipv6:[::1]:1,[::]:2")
-    assert not is_here("ipv4:127.0.0.1:1,10.0.0.1:1")
+    assert not is_here("ipv4:127.0.0.1:1,203.0.113.1:1")
     assert not is_here("dns:///router:1")
     assert is_here("dns:///localhost:1")
     assert is_here("dns://10.0.0.53/localhost:1")
     assert is_here("dns://10.0.0.53:53/127.0.0.1:1")
     assert not is_here("dns://127.0.0.1:53/router:1")
+
+
+def test_addresses_of_network_interfaces_are_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [
+        SimpleNamespace(family=socket.AF_INET, address="10.0.0.5"),
+        SimpleNamespace(family=socket.AF_INET6, address="2001:db8::5"),
+        SimpleNamespace(family=psutil.AF_LINK, address="02:42:0a:00:00:05:00:01"),
+    ]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": addresses})
+    assert is_here("10.0.0.5:1")
+    assert is_here("ipv4:127.0.0.1:1,10.0.0.5:1")
+    assert is_here("[2001:db8::5]:1")
+    assert not is_here("10.0.0.6:1")
+    assert not is_here("ipv4:10.0.0.5:1,10.0.0.6:1")
+    assert not is_here("[2:42:a:0:0:5:0:1]:1"), "a hardware address"
 
 
 def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:

@@ -63,6 +63,18 @@ def test_metrics_are_those_of_the_stack_with_that_admin_address_unless_they_need
     folder.remove()
 
 
+def test_a_stack_that_listens_at_a_name_is_on_this_machine_while_it_runs() -> None:
+    folder = StackFolder()
+    stack = RunningStack("laptop:1", str(folder.path), os.getpid(), "demo", {}, 1.0, http_address="laptop:2")
+    registry.announce(stack)
+    assert registry.is_local("laptop:1")
+    assert registry.is_local("laptop:2")
+    assert not registry.is_local("laptop:3")
+    assert registry.is_local("localhost:3")
+    folder.remove()
+    assert not registry.is_local("laptop:1")
+
+
 @pytest.mark.parametrize(
     ("announced", "given", "is_the_same"),
     [

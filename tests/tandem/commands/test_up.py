@@ -344,3 +344,19 @@ def test_the_commands_to_try_are_those_that_the_shell_finds(monkeypatch: pytest.
     assert up.typed_command() == ".venv/bin/tandem"
     monkeypatch.setattr("sys.argv", ["/checkout/tandem/__main__.py", "up"])
     assert up.typed_command() == "tandem"
+
+
+@pytest.mark.usefixtures("no_other_stack")
+@pytest.mark.parametrize("proxy", ["", "http://127.0.0.1:1"])
+def test_the_calls_to_try_pass_by_a_proxy(proxy: str, short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    for name in [*os.environ]:
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", proxy)
+    scripted(monkeypatch, {})
+    with LocalStack(scripted_settings(http_port=0)) as stack:
+        text = up.usage_text(stack)
+        assert f"  curl http://{stack.http_address}/v1/" in text
+        assert ("chat/completions --noproxy '*' \\\n" in text) == bool(proxy)
+        assert ("  NO_PROXY='*' grpcurl -plaintext" in text) == bool(proxy)
