@@ -34,6 +34,9 @@ help: ## Print this list.
 install: $(INSTALLED) ## Make .venv with everything to run, check and test (once; again when the pins change).
 
 $(RUNNABLE): pyproject.toml constraints.txt
+	@test "$$(uname -s)" = Linux || { \
+	  echo "A stack needs Linux, and this is $$(uname -s)." >&2; \
+	  echo "With Docker: docker build -t tandem:0.1.0 . && docker compose up --wait (docs/compose.md)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "Tandem needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
 	  echo "Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }

@@ -28,6 +28,7 @@ from engine.machine import available_bytes, cpu_quota, usable_cores, visible_gpu
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import interruptible, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
+from tandem.local_stack.system import IN_DOCKER, other_system
 
 if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
@@ -113,11 +114,11 @@ def command(
         choices = split_connectors(connector, kv_url, kv_folder, options)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    checks = [check_python(), check_packages(), check_machine(), check_kernel(), check_compiler(), check_extras()]
-    checks.append(check_model(model_name))
-    if not quick:
-        checks += [check_connector(choice) for choice in choices]
-    checks.append(check_running_stacks())
+    checks = [check_system(), check_python(), check_packages()]
+    if other_system() is None:  # the others ask Linux
+        checks += [check_machine(), check_kernel(), check_compiler(), check_extras(), check_model(model_name)]
+        checks += [] if quick else [check_connector(choice) for choice in choices]
+        checks.append(check_running_stacks())
     with interruptible():
         num_failed = sum(_show(finding) for check in checks for finding in _guarded(check))
     if num_failed:
@@ -141,12 +142,19 @@ def _guarded(check: Iterator[Finding]) -> Iterator[Finding]:
         yield Finding("fail", name, f"could not be checked: {type(error).__name__}: {error}", remedy)
 
 
+def check_system() -> Iterator[Finding]:
+    if (system := other_system()) is not None:
+        yield Finding("fail", "system", f"a stack needs Linux, and this is {system}", IN_DOCKER)
+    else:
+        yield Finding("ok", "system", f"Linux {platform.release()} {platform.machine()}")
+
+
 def check_python() -> Iterator[Finding]:
     version = platform.python_version()
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):  # the sources may be run without installing them
         yield Finding("fail", "python", version, "use Python 3.11, 3.12 or 3.13")
     else:
-        yield Finding("ok", "python", f"{version} on {platform.system()} {platform.machine()}")
+        yield Finding("ok", "python", version)
 
 
 def check_packages() -> Iterator[Finding]:

@@ -34,6 +34,7 @@ from tandem.local_stack.settings import (
 )
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackFailed
+from tandem.local_stack.system import IN_DOCKER, other_system
 from tandem.local_stack.topology import check_gpus
 from tandem.local_stack.vllm import check_vllm
 
@@ -210,6 +211,8 @@ def command(
       tandem up --connector lmcache                    LMCache's disk format, in the stack's own folder
       tandem up --instance-arg=--max-num-seqs=16       any flag of the services
     """
+    if (system := other_system()) is not None:
+        raise click.ClickException(f"a stack needs Linux, and this is {system}; {IN_DOCKER}")
     from engine.errors import EngineError
     from engine.models import check_ranks
     from engine.text.tokenizer import missing_tokenizer

@@ -70,6 +70,21 @@ def test_torchs_build_can_be_chosen() -> None:
     assert steps("TORCH_INDEX=https://example.org/whl").count("--extra-index-url https://example.org/whl -") == 2
 
 
+@pytest.mark.parametrize("system", ["Darwin", "Linux"])
+def test_another_system_than_linux_is_named_before_anything_is_installed(tmp_path: Path, system: str) -> None:
+    (tmp_path / "uname").write_text(f"#!/bin/sh\necho {system}\n")
+    (tmp_path / "uname").chmod(0o755)
+    environment = {name: os.environ[name] for name in os.environ if name != "MAKEFLAGS"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    make = ["make", "run", f"VENV={tmp_path / 'venv'}", "PYTHON=false"]  # the next check ends there
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert ("A stack needs Linux, and this is Darwin." in done.stderr) == (system != "Linux")
+    assert ("docker build -t tandem:0.1.0 . && docker compose up --wait" in done.stderr) == (system != "Linux")
+    assert ("Tandem needs Python" in done.stderr) == (system == "Linux")
+    assert not (tmp_path / "venv").exists()
+
+
 def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:
     """As in `cd parent; tandem/.venv/bin/python script.py`, where the folder `tandem` is the checkout."""
     build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"

@@ -43,11 +43,18 @@ class RpcFailed(grpc.RpcError):
 def test_a_machine_that_runs_these_tests_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_EXTRAS", ())
     findings = [
-        *doctor.check_python(), *doctor.check_packages(), *doctor.check_machine(),
+        *doctor.check_system(), *doctor.check_python(), *doctor.check_packages(), *doctor.check_machine(),
         *doctor.check_kernel(), *doctor.check_extras(),
     ]  # fmt: skip
     assert {finding.verdict for finding in findings} <= {"ok", "warn"}
-    assert {finding.subject for finding in findings} >= {"python", "packages", "cores", "memory", "death signal"}
+    assert {finding.subject for finding in findings} >= {
+        "system",
+        "python",
+        "packages",
+        "cores",
+        "memory",
+        "death signal",
+    }
     assert all(finding.remedy for finding in findings if finding.verdict != "ok")
 
 
@@ -57,6 +64,16 @@ def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it(monkeypa
     assert {finding.verdict for finding in found.values()} == {"warn"}
     assert found["nixl"].remedy == "pip install -c constraints.txt -e '.[nixl]' in the checkout"
     assert "'.[structured-output]'" in found["xgrammar"].remedy
+
+
+def test_on_another_system_than_linux_the_doctor_names_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    result = CliRunner().invoke(main, ("doctor",))
+    [failed] = [line for line in result.output.splitlines() if line.startswith("fail")]
+    assert failed.split()[1] == "system"
+    assert "this is macOS  → with Docker, in a checkout: docker build -t tandem:0.1.0 . && docker compose up" in failed
+    assert result.exit_code == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -360,3 +360,13 @@ def test_the_calls_to_try_pass_by_a_proxy(proxy: str, short_folder: Path, monkey
         assert f"  curl http://{stack.http_address}/v1/" in text
         assert ("chat/completions --noproxy '*' \\\n" in text) == bool(proxy)
         assert ("  NO_PROXY='*' grpcurl -plaintext" in text) == bool(proxy)
+
+
+def test_another_system_than_linux_is_named_before_anything_starts(
+    started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    output = run()
+    assert "Error: a stack needs Linux, and this is macOS; " in output
+    assert "docker build -t tandem:0.1.0 . && docker compose up --wait" in output
+    assert started == []
