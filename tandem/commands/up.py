@@ -194,6 +194,8 @@ def command(
     are ready for the first time, ends the stack with the last lines of its log. An instance that a resize adds ends
     alone if it cannot start or exits six times before it is ready.
 
+    The log of each process keeps its newest lines, at most about 64 MiB.
+
     \b
     Examples:
       tandem up                                        the demo model, 1 prefill + 1 decode

@@ -24,6 +24,8 @@ from engine.machine import START_UP
 from serving.lifecycle import ParentBond
 
 _TAIL_BYTES = 16_384
+MAX_LOG_BYTES = 64 << 20
+"""Of the log of one process, which is then cut to its newest half."""
 _BETWEEN_SIGNALS_S = 0.05
 
 
@@ -146,6 +148,20 @@ class ManagedProcess:
     def start_up_texts(self) -> list[str]:
         """What it logged about its start, the last ones."""
         return [text for line in self.last_lines(50) if (text := _message(line).partition(START_UP)[2])]
+
+    def bound_log(self) -> None:
+        """Cuts a log above MAX_LOG_BYTES to its newest lines. Raises OSError.
+
+        The process, which appends, goes on meanwhile: a line that it writes just before the cut is lost, and one that
+        it writes just behind the cut stands first.
+        """
+        if self.spec.log_file.stat().st_size <= MAX_LOG_BYTES:
+            return
+        with self.spec.log_file.open("ab+", buffering=0) as log:
+            log.seek(-(MAX_LOG_BYTES // 2), os.SEEK_END)
+            newest = log.read()
+            log.truncate(0)
+            log.write(memoryview(newest)[newest.find(b"\n") + 1 :])
 
     def last_lines(self, count: int = 15) -> list[str]:
         try:

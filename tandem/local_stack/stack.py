@@ -249,12 +249,15 @@ class LocalStack:
         return self._processes.resize(role, size, victims)
 
     def supervise(self) -> list[StackEvent]:
-        """Checks the processes once, to be called regularly: restarts, starts and drains them.
+        """Checks the processes once, to be called regularly: restarts, starts and drains them, and bounds their logs.
 
         Raises StackFailed when a required process exits more than five times within a minute.
         """
         assert self._supervisor is not None, "the stack has not started"
         events = self._supervisor.check()
+        for process in self.processes.values():
+            with suppress(OSError):  # as where a user has removed the log
+                process.bound_log()
         with suppress(OSError):  # as on a full disk: a later check repeats it
             self._keep_announced()
         return events

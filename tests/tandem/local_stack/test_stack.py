@@ -22,6 +22,7 @@ from serving.auth import BearerTokens
 from tandem.client import health
 from tandem.client.registry import credentials_for, metrics_address_of, running_stacks
 from tandem.commands.up import usage_text
+from tandem.local_stack import process as process_module
 from tandem.local_stack import stack as stack_module
 from tandem.local_stack import supervisor, topology
 from tandem.local_stack.stack import LocalStack, StartCancelled
@@ -358,3 +359,46 @@ def test_environment_reaches_its_process(monkeypatch: pytest.MonkeyPatch) -> Non
     with LocalStack(settings(), env=env) as stack:
         assert stack.processes["router"].last_lines() == ["None 2"]
         assert stack.processes["decode-0"].last_lines() == ["1 2"]
+
+
+TALKS = """
+import itertools, signal, sys, time
+from serving.lifecycle import bind_to_parent
+bind_to_parent()
+lines = itertools.count()
+def talk(*_):
+    sys.stdout.write("".join(f"{next(lines):09}\\n" for _ in range(1000)))
+    sys.stdout.flush()
+signal.signal(signal.SIGUSR1, talk)
+open(sys.argv[2], "w").write("ready")
+while True:
+    time.sleep(1)
+"""
+"""Logs a thousand further lines of ten bytes at each SIGUSR1."""
+
+
+def test_a_log_keeps_its_newest_lines_and_the_process_goes_on_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "MAX_LOG_BYTES", 20_000)
+    scripted(monkeypatch, {"decode-0": TALKS})
+    with LocalStack(settings()) as stack:
+        decode = stack.processes["decode-0"]
+        log = decode.spec.log_file
+        num_lines = 0
+
+        def numbers_after_a_thousand_more() -> list[int]:
+            nonlocal num_lines
+            num_lines += 1000
+            decode.send_signal(signal.SIGUSR1)
+            wait_until(lambda: decode.last_lines(1) == [f"{num_lines - 1:09}"])
+            stack.supervise()
+            return [int(line) for line in log.read_text().splitlines()]
+
+        assert numbers_after_a_thousand_more() == [*range(1000)]
+        assert numbers_after_a_thousand_more() == [*range(2000)]
+        assert numbers_after_a_thousand_more() == [*range(2001, 3000)], "the newest half, from the start of a line"
+        assert log.stat().st_size == 9990
+        assert numbers_after_a_thousand_more() == [*range(2001, 4000)]
+        # STEP: a log that a user removes ends nothing
+        log.unlink()
+        assert stack.supervise() == []
+        assert decode.running
