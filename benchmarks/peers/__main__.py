@@ -113,8 +113,8 @@ def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, thread
         f"Share of this machine's limits. Of the least time: matrices of bfloat16 are multiplied at {speed / 1e9:.0f} "
         "GFLOP/s (2048 x 2048 x 2048, oneDNN); the operations are those of all layers, and Tandem leaves out what the "
         "last one does for tokens that are not needed. Of memory, the median of the runs: each beside how fast memory "
-        "was read just before and after it. Decoding alone: all tokens but the first, with cached prompts. The start is "
-        "the second of each.\n\n"
+        "was read just before and after it. Decoding alone: all tokens but the first, with cached prompts. The start "
+        "is the second of each.\n\n"
         f"{page.table(('shape', 'work', 'limit', 'Tandem', 'vLLM'), limits)}"
     )
 
