@@ -183,8 +183,8 @@ class NixlConnector(TransferConnector):
         return self._output()
 
     def next_deadline_s(self) -> float | None:
-        waited_for = (read.deadline for read in self._reads if not read.owner.holds_blocks)
-        deadlines = [self._leases.next_deadline, next(waited_for, None), self._rebuild_due_at()]
+        waited_for = (read.late_at for read in self._reads if not read.owner.holds_blocks)
+        deadlines = [self._leases.next_deadline, min(waited_for, default=None), self._rebuild_due_at()]
         known = [at for at in deadlines if at is not None]
         return max(0.0, min(known) - self._clock()) if known else None
 
@@ -284,8 +284,9 @@ class NixlConnector(TransferConnector):
 
     def _give_up_late_reads(self, now: float) -> None:
         for read in list(self._reads):
-            if read.deadline <= now and not read.owner.holds_blocks:
-                self._loader.give_up(read.owner, f"pages did not come within {self._options.load_timeout_s:g} s")
+            if read.late_at <= now and not read.owner.holds_blocks:
+                silence = f"pages did not come within {self._options.load_timeout_s:g} s"
+                self._loader.give_up(read.owner, read.owner.lateness(silence))
                 num_late = sum(len(other.ops) for other in self._reads if other.owner is read.owner)
                 self.counters.loaded.failures["timeout"] += num_late
 

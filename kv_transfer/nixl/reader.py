@@ -70,6 +70,11 @@ class Read:
     """Seconds that it took to pass it to NIXL."""
 
     @property
+    def late_at(self) -> float:
+        """When it is given up, unless further pages of its load come."""
+        return max(self.deadline, self.owner.moves_until)
+
+    @property
     def is_cancelled(self) -> bool:
         """Not to be begun any more."""
         return all(op.is_cancelled for op in self.ops)

@@ -12,8 +12,9 @@ the first bad one are used, the engine computes the rest. A result waits until n
 then writes to the same blocks. An operation carries its `Load`, so one that ends late never counts for another request,
 even one with the same id. Waiting for an announcement ends with the attach stream (its silence is a failure) or with
 the request's reservation, which the scheduler watches; waiting for the store ends `load_timeout_s` after the last
-announcement, that of a lookup after `reserve`. A read that may never end is given up: its blocks stay with the
-connector, and the engine computes into others.
+announcement, that of a lookup after `reserve`. Each read that ends well puts this off, up to `Load.latest`: until then
+a long load may take as long as its reads go on, and past it the rest is computed, while there is time for it. A read
+that may never end is given up: its blocks stay with the connector, and the engine computes into others.
 
 Pure: no I/O, no clock; used in the step loop alone. I/O threads read `Load.skip_from` too; at worst they see it late.
 """
@@ -29,6 +30,12 @@ from engine.core.messages import KVProgress
 from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.scheduling.request import Request
 from kv_transfer.page.naming import PageName, PageNaming, PageOp
+
+_MAX_LOOKUP_TIMEOUTS = 3
+"""Time-outs that a lookup may take while its reads go on: its prompt could be computed instead."""
+_MAX_PART = 0.9
+"""Part of the time after which a request fails that its load may take while its reads go on. What is left of it is for
+the computation of the rest to begin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +60,10 @@ class Load:
     complete: bool = False
     failure: str | None = None
     deadline: float = math.inf
+    latest: float = math.inf
+    """Until when reads that end well put the deadline off."""
+    moves_until: float = -math.inf
+    """Until when the last of them has put it off."""
     skip_from: int = sys.maxsize
     """Reads of pages from this index on are cancelled."""
     inspected: bool = False
@@ -66,6 +77,17 @@ class Load:
     def has_cancelled(self) -> bool:
         """Some of its reads are not to be begun any more."""
         return self.skip_from < len(self.pages)
+
+    @property
+    def late_at(self) -> float:
+        """When it is given up if no further read ends."""
+        return max(self.deadline, self.moves_until)
+
+    def lateness(self, silence: str) -> str:
+        """Why it was given up; `silence`: where none of its reads has ended well."""
+        if not self.verified:
+            return silence
+        return f"only {len(self.verified)} of {len(self.pages) - self.num_local_blocks} pages came in time"
 
     @property
     def is_over(self) -> bool:
@@ -116,6 +138,8 @@ class Loader:
         self._ops: list[LoadOp] = []
         self._output = KVConnectorOutput()
         self._num_given_up = 0
+        self._moved_at = -math.inf
+        """When a read has last ended well."""
 
     # Called by the scheduler side
 
@@ -153,6 +177,7 @@ class Loader:
             is_lookup=is_lookup,
             num_started=num_local_blocks,
             complete=is_lookup,
+            latest=self._latest(request, now),
         )
         if is_lookup:
             load.deadline = now + self._load_timeout_s
@@ -188,12 +213,14 @@ class Loader:
 
     # Called by the worker side
 
-    def op_ended(self, op: LoadOp, failure: str | None) -> None:
+    def op_ended(self, op: LoadOp, failure: str | None, now: float) -> None:
         """A read has ended; `failure` says why its page is not valid."""
         load = op.owner
         load.num_in_flight -= 1
         if failure is None:
             load.verified.add(op.block_index)
+            self._moved_at = now
+            load.moves_until = min(now + self._load_timeout_s, load.latest)
             if load.is_lookup and load.failure is None and not load.holds_blocks:
                 self._queue_until(load, len(load.pages))
         else:
@@ -204,11 +231,12 @@ class Loader:
         self._settle(load)
 
     def expire(self, now: float) -> int:
-        """Give up reads that the store has not completed in time; returns for how many requests."""
-        late = [load for load in self._loads.values() if load.num_in_flight and load.deadline <= now]
+        """Give up reads that the store has not completed in time; returns for how many requests. 0: it has completed
+        others meanwhile."""
+        late = [load for load in self._loads.values() if load.num_in_flight and load.late_at <= now]
         for load in late:
-            self.give_up(load, f"the store did not deliver within {self._load_timeout_s:g} s")
-        return len(late)
+            self.give_up(load, load.lateness(f"the store did not deliver within {self._load_timeout_s:g} s"))
+        return len(late) if self._moved_at + self._load_timeout_s <= now else 0
 
     def give_up(self, load: Load, failure: str) -> None:
         """Stop waiting for reads of this load that have begun."""
@@ -227,7 +255,7 @@ class Loader:
     @property
     def next_deadline(self) -> float | None:
         """When `expire` may have something to do; None: never."""
-        deadlines = [load.deadline for load in self._loads.values() if load.num_in_flight]
+        deadlines = [load.late_at for load in self._loads.values() if load.num_in_flight]
         return min(deadlines) if deadlines else None
 
     # Decisions for the connector to apply
@@ -251,6 +279,17 @@ class Loader:
 
     def _is_lookup(self, request: Request) -> bool:
         return request.spec.remote_kv is None or self._prefix_only
+
+    def _latest(self, request: Request, now: float) -> float:
+        """Until when a load may take while its reads go on: at the end of its reservation, or of the time within which
+        it must begin, a request fails."""
+        spec = request.spec
+        if spec.remote_kv is None:
+            begin_s = math.inf if spec.begin_s is None else spec.begin_s
+            return min(now + _MAX_LOOKUP_TIMEOUTS * self._load_timeout_s, request.arrived_s + _MAX_PART * begin_s)
+        if self._prefix_only:
+            return now + self._load_timeout_s  # another connector has used up a part of the reservation
+        return now + _MAX_PART * spec.remote_kv.reservation_s
 
     def _num_lookup_pages(self, request: Request) -> int:
         """Full blocks to look up. Of a prompt that is computed here, one token must be left to compute."""

@@ -293,6 +293,18 @@ def test_each_block_of_a_late_load_is_counted() -> None:
     reading.teardown()
 
 
+def test_a_load_may_take_as_long_as_its_reads_go_on() -> None:
+    reading = reading_of(num_blocks=5)
+    while reading.reader.reads:
+        reading.time_passes(seconds=TIMEOUT_S - 1.0)
+        assert reading.connector.num_quarantined_blocks == 0
+        reading.connector._end_read(reading.reader.reads.pop(0), None, 0.0)
+        reading.step()
+        assert reading.connector.next_deadline_s() == (TIMEOUT_S if reading.reader.reads else None)
+    assert not reading.connector.counters.loaded.failures
+    reading.teardown()
+
+
 TestReading = Reading.TestCase
 TestReading.settings = settings(max_examples=15, stateful_step_count=40)
 
