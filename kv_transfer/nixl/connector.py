@@ -232,7 +232,7 @@ class NixlConnector(TransferConnector):
             if failure is None and self._key is not None:
                 self._submit(op, partial(self._verify, op, read, read.digests[index], duration_per_page_s))
             else:
-                num_bytes = 0 if failure else op.name.spec.payload_bytes
+                num_bytes = 0 if failure else self._pages.page_bytes
                 self._end_op(OpResult(op, failure, num_bytes, duration_per_page_s))
 
     def _read_ended(self, read: Read, failure: str | None, duration_s: float) -> None:
@@ -241,7 +241,7 @@ class NixlConnector(TransferConnector):
         reads = self.counters.reads
         assert reads is not None, "this connector has ReadCounters"
         if failure is None:
-            num_bytes = sum(op.name.spec.payload_bytes for op in read.ops)
+            num_bytes = len(read.ops) * self._pages.page_bytes
             num_descriptors = len(read.ops) * self._pages.num_layers
             reads.count_success(duration_s, read.post_s, num_bytes, num_descriptors)
         elif failure not in (SKIPPED, GIVEN_UP):
@@ -253,7 +253,7 @@ class NixlConnector(TransferConnector):
         started = time.perf_counter()
         is_good = hmac.compare_digest(self._page_digest(op, read.source.epoch), digest)
         duration_s = read_s + time.perf_counter() - started
-        return OpResult(op, None if is_good else "page_digest", op.name.spec.payload_bytes, duration_s)
+        return OpResult(op, None if is_good else "page_digest", self._pages.page_bytes, duration_s)
 
     def _submit(self, op: SaveOp | LoadOp, work: Callable[[], OpResult]) -> None:
         """Digest or verify a page on an I/O thread."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from engine.kv_layout import PageLayout
 from engine.scheduling.block_hash import extend_block_hashes
@@ -44,7 +46,6 @@ class PageOp:
     """Position in the request's block table."""
     block_id: int
     """Physical block."""
-    name: PageName
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,33 @@ class PageNaming:
             payload_bytes=self.layout.bytes_per_block,
             is_tail=is_tail,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageNames(Sequence[PageName]):
+    """Names of a request's first `num_full` blocks, and of its tail if there is one. Each is made when it is read: a
+    long prompt has thousands of pages, and the step loop waits for none of their names."""
+
+    naming: PageNaming
+    hashes: list[bytes]
+    root: bytes
+    num_full: int
+    tail: PageName | None = None
+
+    def __len__(self) -> int:
+        return self.num_full + (self.tail is not None)
+
+    @overload
+    def __getitem__(self, index: int) -> PageName: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PageName]: ...
+    def __getitem__(self, index: int | slice) -> PageName | list[PageName]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        if self.tail is not None and number == self.num_full:
+            return self.tail
+        return self.naming.full_block(self.hashes, self.root, number)
 
 
 def _keyed(fingerprint: bytes, key: bytes) -> bytes:

@@ -187,7 +187,7 @@ class StoreConnector(TransferConnector):
         if load.inspected:
             return
         load.inspected = True
-        names = iter(load.pages[op.block_index + 1 : load.num_full_blocks])
+        names = (load.pages[index] for index in range(op.block_index + 1, load.num_full_blocks))
 
         def inspect_next() -> None:
             name = None if self._threads.is_ending else next(names, None)

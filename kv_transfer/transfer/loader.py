@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from engine.core.messages import KVProgress
 from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageName, PageNaming, PageOp
+from kv_transfer.page.naming import PageName, PageNames, PageNaming, PageOp
 
 _MAX_LOOKUP_TIMEOUTS = 3
 """Time-outs that a lookup may take while its reads go on: its prompt could be computed instead."""
@@ -48,7 +48,7 @@ class Load:
     block_size: int
     num_full_blocks: int
     num_local_blocks: int
-    pages: list[PageName]
+    pages: Sequence[PageName]
     block_ids: tuple[int, ...]
     is_lookup: bool
     """No producer announces these pages, and a missing one is no failure."""
@@ -117,6 +117,10 @@ class LoadOp(PageOp):
     owner: Load
 
     @property
+    def name(self) -> PageName:
+        return self.owner.pages[self.block_index]
+
+    @property
     def is_cancelled(self) -> bool:
         """Not to be begun any more."""
         return self.block_index >= self.owner.skip_from
@@ -158,13 +162,13 @@ class Loader:
         naming, is_lookup = self._naming, self._is_lookup(request)
         num_full = self._num_lookup_pages(request) if is_lookup else naming.num_full_blocks(request)
         hashes = naming.block_hashes(request)
-        pages = [naming.full_block(hashes, request.root_hash, index) for index in range(num_full)]
-        num_tokens = num_full * naming.block_size
+        num_tokens, tail = num_full * naming.block_size, None
         transfer_id = "" if request.spec.remote_kv is None else request.spec.remote_kv.transfer_id
         if not is_lookup:
             num_tokens = request.num_initial_tokens
             if naming.num_tail_tokens(request):
-                pages.append(naming.tail(request, hashes, transfer_id))
+                tail = naming.tail(request, hashes, transfer_id)
+        pages = PageNames(naming, hashes, request.root_hash, num_full, tail)
         load = self._loads[request.request_id] = Load(
             request_id=request.request_id,
             transfer_id=transfer_id,
@@ -299,7 +303,7 @@ class Loader:
     def _queue_until(self, load: Load, end: int) -> None:
         for index in range(load.num_started, end):
             load.num_in_flight += 1
-            self._ops.append(LoadOp(index, load.block_ids[index], load.pages[index], load))
+            self._ops.append(LoadOp(index, load.block_ids[index], load))
         load.num_started = max(load.num_started, end)
 
     def _fail(self, load: Load, failure: str, index: int) -> None:

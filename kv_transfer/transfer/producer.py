@@ -60,6 +60,7 @@ class ProducedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SaveOp(PageOp):
+    name: PageName
     owner: ProducedTransfer
 
     @property

@@ -81,10 +81,10 @@ def read_from(peer: str) -> Read:
         tags_address=0, num_tags=1, tag_index=0, tag=TAG, block_ids=[0],
     )  # fmt: skip
     load = Load(
-        "request", "transfer", num_tokens=16, block_size=16, num_full_blocks=1, num_local_blocks=0, pages=[],
+        "request", "transfer", num_tokens=16, block_size=16, num_full_blocks=1, num_local_blocks=0, pages=[_NAME],
         block_ids=(0,), is_lookup=False, num_started=0,
     )  # fmt: skip
-    return Read(load, source, [LoadOp(0, 0, _NAME, load)], [], deadline=0.0)
+    return Read(load, source, [LoadOp(0, 0, load)], [], deadline=0.0)
 
 
 class Reading:

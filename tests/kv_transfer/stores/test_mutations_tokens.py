@@ -53,7 +53,7 @@ class MutatedPair(CorePair):
         for page, payload in zip(load.pages, payloads, strict=True):
             found = self.connector._store.get_into(page.key, (bytearray(HEADER_BYTES), payload), lambda: None)
             assert found, "the prefill engine says that it is there"
-        return Written(load.pages, [bytes(payload) for payload in payloads], self._key)
+        return Written(list(load.pages), [bytes(payload) for payload in payloads], self._key)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class _StoreUser:
             "reader", "transfer", num_tokens=LAYOUT.block_size, block_size=LAYOUT.block_size, num_full_blocks=1,
             num_local_blocks=0, pages=self.pages, block_ids=(1,), is_lookup=True, num_started=0,
         )  # fmt: skip
-        return self.io.execute(LoadOp(0, 1, self.pages[number], owner)).failure
+        return self.io.execute(LoadOp(number, 1, owner)).failure
 
 
 def test_a_full_store_is_read_and_not_written() -> None:
