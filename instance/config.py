@@ -38,6 +38,12 @@ class ListenSettings(ServerSettings):
     )
     listen: Address | None = setting(None, "host:port to listen on; overrides host and port.", flag="--listen")
     max_calls_per_peer: int = setting(4096, "Open calls from one address.", ge=1)
+    max_large_messages_per_peer: int = setting(
+        4096,
+        "Messages of 256 KiB and more from one address that are parsed at a time, each followed by a pause of forty"
+        " times its CPU time; 8 times as many wait. A router sends the long prompts of all its clients.",
+        ge=1,
+    )
     # Those of one router come over one connection, and a few more: load reports, the token stream, releases.
     max_streams_per_connection: int = setting(8192, "HTTP/2 streams on one connection; further calls wait.", ge=1)
     max_bad_calls_per_s: float = setting(

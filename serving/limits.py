@@ -160,7 +160,7 @@ class OpenCalls:
                 self._idle.set()
 
 
-LARGE_BYTES = 256 << 10  # more than a prompt of 80,000 token ids, whose computation takes longer than any pause
+LARGE_BYTES = 256 << 10  # prompts of 87,000 token ids and more: an id below two million takes up to three bytes
 _MAX_WAITING = 8  # for each that is parsed at a time
 _PAUSE = 40.0  # times the CPU time of parsing
 T = TypeVar("T")

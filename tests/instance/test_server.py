@@ -22,6 +22,7 @@ from instance.config import InstanceSection
 from instance.server import InstanceServer, _run, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, StopSignals, announce_ready
+from serving.limits import LARGE_BYTES
 from tests.grpc_calls import next_message
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running, settings_of
 from tests.instance.scripted_core import INFO, ScriptedCore
@@ -204,6 +205,17 @@ async def test_a_full_house_refuses_at_once_and_says_when_to_come_back(folder: P
         trailers = {key: value for key, value in error.trailing_metadata() or ()}  # noqa: C416 - Metadata is no dict
         assert trailers["grpc-retry-pushback-ms"] == "500"
         call.cancel()
+
+
+async def test_long_prompts_of_one_router_are_all_parsed_at_once(rig: Rig) -> None:
+    prompt = [1] * LARGE_BYTES
+    calls = []
+    for number in range(20):
+        long = instance_request(f"r{number}", prompt_token_ids=prompt)
+        hand_over = prefill_pb2.HandOver(transfer_id=f"t{number}", lease_s=2.0)
+        calls.append(rig.prefill.Prefill(prefill_pb2.PrefillRequest(request=long, hand_over=hand_over)))
+    errors = await asyncio.gather(*map(refusal, calls))
+    assert {error.code() for error in errors} == {grpc.StatusCode.INVALID_ARGUMENT}, "longer than the model's maximum"
 
 
 async def test_the_reader_of_each_allowed_request_may_attach(folder: Path) -> None:
