@@ -17,6 +17,9 @@ from typing import Protocol
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
 
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+"""Of connections to stores: seconds of silence before the first probe, between probes, and their number. A NAT forgets
+no idle connection, and one that is lost is found before a request needs it."""
 _log = logging.getLogger(__name__)
 
 

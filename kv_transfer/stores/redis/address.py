@@ -1,4 +1,4 @@
-"""Where a Redis is and how to get there: address, name and TCP within a deadline, TLS, account and password."""
+"""Where a Redis is and how to get there: address, name and TCP within a deadline, account and password."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import queue
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +15,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import EngineError, shown
-from kv_transfer.stores.base import StoreError
+from kv_transfer.stores.base import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES, StoreError
 
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 _EXPECTED = "redis://host:port/db or rediss://host:port/db, or redis+sentinel://host:port,host:port/service/db"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 _MAX_PASSWORD_BYTES = 4096
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Seconds of silence before the first probe (by its names on Linux and macOS), between probes, and their number: a NAT
-forgets no idle connection, and one that is lost is found before a request needs it."""
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,  # on Linux
+    "TCP_KEEPALIVE": KEEPALIVE_IDLE_S,  # on macOS
+    "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
+    "TCP_KEEPCNT": KEEPALIVE_PROBES,
+}
 _FIRST_LOGIN_WAIT_S, _LONGEST_LOGIN_WAIT_S = 2.0, 60.0
 
 
@@ -125,21 +127,6 @@ class RedisLogin:
             self._refused = password or b""
             self._wait_s = min(max(2 * self._wait_s, _FIRST_LOGIN_WAIT_S), _LONGEST_LOGIN_WAIT_S)
             self._next_at = now + self._wait_s
-
-
-def tls_context(*, ca_file: str = "", cert_file: str = "", key_file: str = "") -> ssl.SSLContext:
-    """Always verifies the server and its name, against `ca_file` alone if there is one. Raises EngineError.
-
-    redis-py's own options would trust the system's authorities as well, and read all files at every connect.
-    """
-    try:
-        context = ssl.create_default_context(cafile=ca_file or None)
-        if cert_file:
-            context.load_cert_chain(cert_file, key_file or None)
-    except OSError as error:  # an SSLError is one, too
-        raise EngineError(f"redis TLS files: {error.strerror or error}") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    return context
 
 
 def connect_tcp(host: str, port: int, deadline: float, receive_bytes: int) -> socket.socket:

@@ -32,7 +32,6 @@ from kv_transfer.stores.redis.address import (
     ConnectionFailed,
     RedisAddress,
     RedisLogin,
-    tls_context,
 )
 from kv_transfer.stores.redis.connection import (
     ErrorReply,
@@ -61,7 +60,8 @@ class RedisOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_field
     password_file: str = ""
     """File with the password, read at every connect; none: the variable TANDEM_REDIS_PASSWORD, or no login."""
     tls_ca_file: str = ""
-    """Authority that the server's certificate is from; none: the system's."""
+    """Authority that the server's certificate is from; none: the system's. Like the next two, read again when it
+    changes."""
     tls_cert_file: str = ""
     """Client certificate, where Redis requires one."""
     tls_key_file: str = ""
@@ -123,7 +123,9 @@ def make_endpoint(options: RedisOptions) -> RedisEndpoint:
         )
     tls = None
     if address.tls:
-        tls = tls_context(ca_file=options.tls_ca_file, cert_file=options.tls_cert_file, key_file=options.tls_key_file)
+        from kv_transfer.stores.redis.tls import tls_contexts  # imports pydantic, which plain TCP does not need
+
+        tls = tls_contexts(ca_file=options.tls_ca_file, cert_file=options.tls_cert_file, key_file=options.tls_key_file)
     return RedisEndpoint(
         address, login, tls=tls, connect_timeout_s=options.connect_timeout_s, timeout_s=options.timeout_s
     )
