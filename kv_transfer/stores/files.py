@@ -17,7 +17,8 @@ capacity, full blocks in the order of their last use. Where a write finds the di
 the folder's bytes goes in the same order. Instances that share a folder do not communicate: each estimates the size as
 that of its last scan plus its own writes since, so what the others write within one interval can exceed the capacity.
 They remove the same oldest files, and a file that is already gone is no error. Ages are measured by the file system's
-own clock (a probe file's mtime), because instances' clocks differ.
+own clock (a probe file's mtime), because instances' clocks differ. Pages of the future, which a clock that was set back
+leaves, count as the oldest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import secrets
 import stat
@@ -44,6 +46,8 @@ from kv_transfer.transfer.connector import parse_options, start_thread
 
 TEMP_PREFIX = ".tmp-"
 _LOW_WATER = 0.9
+_MAX_SKEW_NS = 60 * 10**9
+"""Between the clocks of hosts, where each sets the times of its own files: a page is not of the future for that."""
 _PAUSE_S = 1.0
 """After a scan that did not succeed: each write would make the next one due."""
 _DEPTH = 3
@@ -328,9 +332,11 @@ class Sweeper:
         cannot be written to."""
         with self._lock:
             written_before = self._num_bytes
-        now_ns = self._now_ns()
+        self._make_folder()
+        files = [*self._files()]
+        now_ns = self._now_ns()  # after all of them: what is later than this is of another clock
         kept: list[_File] = []
-        for file in self._files():
+        for file in files:
             if self._is_left_over(file, now_ns):
                 self._remove(file)
             else:
@@ -338,7 +344,7 @@ class Sweeper:
         found_bytes = sum(file.num_bytes for file in kept)
         with self._lock:
             is_full = self._is_full
-        num_bytes = self._evict(kept, found_bytes, is_full=is_full)
+        num_bytes = self._evict(kept, found_bytes, now_ns, is_full=is_full)
         with self._lock:
             self._num_bytes += num_bytes - written_before
             self._is_full = False  # failures since are no reason to remove more; if it still is, the next write says so
@@ -347,17 +353,20 @@ class Sweeper:
     def _is_left_over(self, file: _File, now_ns: int | None) -> bool:
         if now_ns is None or not (file.is_temp or file.is_tail):
             return False
-        return now_ns - file.used_ns > (self._temp_max_age_ns if file.is_temp else self._tail_max_age_ns)
+        # Of the future, too: such a file gets no older before the clock has made up what it was set back.
+        return abs(now_ns - file.used_ns) > (self._temp_max_age_ns if file.is_temp else self._tail_max_age_ns)
 
-    def _evict(self, files: list[_File], num_bytes: int, *, is_full: bool) -> int:
+    def _evict(self, files: list[_File], num_bytes: int, now_ns: int | None, *, is_full: bool) -> int:
         """Remove the least recently used of them where it is needed. Takes their bytes, and returns what is left."""
         if not is_full and num_bytes <= self._capacity_bytes:
             return num_bytes
         if num_bytes <= self._capacity_bytes:
             self._warn_full(num_bytes)
         target = _LOW_WATER * min(num_bytes, self._capacity_bytes)
+        latest_ns = math.inf if now_ns is None else now_ns + _MAX_SKEW_NS
         evictable = (file for file in files if not file.is_temp and not file.is_tail)
-        for file in sorted(evictable, key=lambda file: file.used_ns):
+        # Since the clock was set back, those of the future have not been used, or they would have its present time.
+        for file in sorted(evictable, key=lambda file: (file.used_ns <= latest_ns, file.used_ns)):
             if num_bytes <= target:
                 break
             if self._remove(file):
@@ -430,16 +439,19 @@ class Sweeper:
             if folder is not None:
                 os.rmdir(folders[-1], dir_fd=folder)
 
-    def _now_ns(self) -> int | None:
-        """Time by the clock of the file system; None: it has no room for another file."""
+    def _make_folder(self) -> Path:
         folder = self._path / "v1"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except FileNotFoundError:
             _make_again(self._path)
             folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def _now_ns(self) -> int | None:
+        """Time by the clock of the file system; None: it has no room for another file."""
         try:
-            with tempfile.TemporaryFile(dir=folder, prefix=TEMP_PREFIX) as probe:
+            with tempfile.TemporaryFile(dir=self._make_folder(), prefix=TEMP_PREFIX) as probe:
                 return os.fstat(probe.fileno()).st_mtime_ns
         except OSError as error:
             if error.errno in _DISK_FULL:

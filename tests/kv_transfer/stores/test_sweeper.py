@@ -264,3 +264,31 @@ def test_a_wrong_wall_clock_sweeps_nothing(tmp_path: Path, monkeypatch: pytest.M
     store.sweeper.sweep()
     assert path_of(store, key_of(1, transfer="t")).exists()
     store.close()
+
+
+def test_pages_of_the_future_are_removed_first(tmp_path: Path) -> None:
+    """As after the clock was set back: they have not been used since."""
+    store = open_store(tmp_path, num_values=10)
+    store.close()
+    for number in range(9):
+        store.put(key_of(number), (HEADER, PAGE))
+        age(path_of(store, key_of(number)), -7200 - number)
+    store.put(key_of(9), (HEADER, PAGE))
+    store.put(key_of(10), (HEADER, PAGE))
+    age(path_of(store, key_of(10)), -20)  # of a host whose clock is ahead
+    assert store.sweeper.sweep()
+    assert [number for number in range(11) if path_of(store, key_of(number)).exists()] == [*range(2, 11)]
+
+
+def test_orphans_of_the_future_are_removed(tmp_path: Path) -> None:
+    store = open_store(tmp_path, temp_max_age_s=100.0, tail_max_age_s=100.0)
+    store.close()
+    far, near = key_of(1, transfer="far"), key_of(2, transfer="near")
+    for key, ahead_s in ((far, 7200), (near, 20)):
+        store.put(key, (HEADER, PAGE))
+        age(path_of(store, key), -ahead_s)
+    unfinished = path_of(store, near).parent / f"{TEMP_PREFIX}far"
+    unfinished.write_bytes(b"half")
+    age(unfinished, -7200)
+    store.sweeper.sweep()
+    assert files_below(tmp_path) == [path_of(store, near)]
