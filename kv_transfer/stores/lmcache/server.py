@@ -36,7 +36,14 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.errors import EngineError, shown
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
-from kv_transfer.stores.base import BadValue, OutageLog, StoreError
+from kv_transfer.stores.base import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+    BadValue,
+    OutageLog,
+    StoreError,
+)
 from kv_transfer.stores.lmcache.names import ObjectName
 
 PROTOCOL_VERSION = 1
@@ -162,6 +169,10 @@ class _Link:
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_VALUE_BYTES + 4096)
             self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+            self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
             self._monitor = self._socket.get_monitor_socket(_GONE)
             self._monitor.setsockopt(zmq.LINGER, 0)
             self._socket.connect(url)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import zmq
 from click.testing import CliRunner
 
 from engine.config import KVConnectorConfig
@@ -248,6 +250,23 @@ def test_hand_over_between_two_engines_is_exact(
 
 
 # Without a server
+
+
+def test_idle_links_are_probed_before_a_nat_forgets_them() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        store = LMCacheServer(f"tcp://127.0.0.1:{port}", connect_timeout_s=20.0)
+        link = store._link()
+        connections = psutil.Process().net_connections("tcp")
+        [descriptor] = [one.fd for one in connections if one.raddr and one.raddr.port == port]
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            idle_s, interval_s, num_probes = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+        assert idle_s <= 60, "clouds forget a connection after some minutes"
+        assert idle_s + interval_s * num_probes <= 120, "a link that was lost is closed before it is used"
+        link.close()
+        store.close()
 
 
 def test_missing_server_and_silent_server_are_errors_in_time() -> None:
