@@ -47,6 +47,7 @@ class EndpointSliceDiscovery:
         self._changes = DiscoveryLog(service)
 
     async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        self._changes.begin()
         async for slices in self._follow():
             ips = frozenset().union(*(one.staying for one in slices.values()))
             addresses = frozenset(format_address(ip, self._port) for ip in ips)

@@ -15,7 +15,9 @@ import logging
 import random
 import re
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import grpc
@@ -35,6 +37,8 @@ _JITTER = 0.2
 _EMPTY_ANSWERS = 3
 """Empty answers in a row that count: a service whose instances are all unready briefly has no addresses."""
 _NO_ADDRESSES = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
+"""Until a discovery begins again that an exception has ended."""
 _STACK_RETRY_S = 0.2
 """The stack's socket is local, and its clients are few: the workers of this router."""
 
@@ -99,6 +103,10 @@ class DiscoveryLog:
         self._addresses: frozenset[str] | None = None
         self._problem: str | None = None
 
+    def begin(self) -> None:
+        """The next addresses are a change, whatever they are."""
+        self._addresses = None
+
     def is_change(self, addresses: frozenset[str]) -> bool:
         if addresses == self._addresses:
             return False
@@ -113,6 +121,24 @@ class DiscoveryLog:
         self._problem = problem
 
 
+async def follow(discovery: ServiceDiscovery, on_addresses: Callable[[frozenset[str]], None], what: str) -> None:
+    """Calls `on_addresses` for each set, until the discovery ends. An exception of either is logged, with `what` they
+    are, and the discovery begins again, after an ever longer pause."""
+    retry_s = _RETRY_S
+    while True:
+        began_s = time.monotonic()
+        try:
+            async for addresses in discovery.addresses():
+                on_addresses(addresses)
+            return
+        except Exception:
+            if time.monotonic() - began_s > _MAX_RETRY_S:  # it has worked
+                retry_s = _RETRY_S
+            _log.exception("%s are no longer followed; the next attempt is in %g s", what, retry_s)
+        await asyncio.sleep(retry_s)
+        retry_s = min(2 * retry_s, _MAX_RETRY_S)
+
+
 class StaticDiscovery:
     """A list that never changes."""
 
@@ -124,7 +150,8 @@ class StaticDiscovery:
 
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""The addresses of (host, port). Raises OSError or UnicodeError where there is no answer."""
+"""The addresses of (host, port). Raises OSError, UnicodeError or, without a thread to ask on, RuntimeError where there
+is no answer."""
 
 
 async def resolve(host: str, port: int) -> frozenset[str]:
@@ -145,6 +172,7 @@ class DnsDiscovery:
         self._changes = DiscoveryLog(host)
 
     async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        self._changes.begin()
         while True:
             answer = await self._accepted_answer()
             if answer is not None and self._changes.is_change(answer):
@@ -155,7 +183,7 @@ class DnsDiscovery:
         """The answer; None while there is none, or an empty one has not come often enough."""
         try:
             answer = await self._resolve(self._host, self._port)
-        except (OSError, UnicodeError) as error:
+        except (OSError, UnicodeError, RuntimeError) as error:
             if not (isinstance(error, socket.gaierror) and error.errno in _NO_ADDRESSES):
                 self._changes.set_problem(f"cannot be resolved: {error}")
                 return None
@@ -177,6 +205,7 @@ class StackDiscovery:
         self._changes = DiscoveryLog(f"{role} pool of the local stack")
 
     async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        self._changes.begin()
         while True:
             async for addresses in self._watch():
                 if self._changes.is_change(addresses):
@@ -200,7 +229,8 @@ class StackDiscovery:
 
 
 class CombinedDiscovery:
-    """The union of several discoveries. Yields nothing before the first of them has."""
+    """The union of several discoveries, each of which is followed by itself. Yields nothing before the first of them
+    has."""
 
     def __init__(self, parts: Sequence[ServiceDiscovery]) -> None:
         self._parts = tuple(parts)
@@ -209,22 +239,18 @@ class CombinedDiscovery:
         found: dict[int, frozenset[str]] = {}
         changed: asyncio.Queue[None] = asyncio.Queue()
 
-        async def follow(index: int, part: ServiceDiscovery) -> None:
-            async for addresses in part.addresses():
-                found[index] = addresses
-                changed.put_nowait(None)
+        def note(index: int, addresses: frozenset[str]) -> None:
+            found[index] = addresses
+            changed.put_nowait(None)
 
-        following = [asyncio.create_task(follow(index, part)) for index, part in enumerate(self._parts)]
-        for task in following:
-            task.add_done_callback(lambda _: changed.put_nowait(None))
+        following = [
+            asyncio.create_task(follow(part, partial(note, index), "some addresses of a pool"))
+            for index, part in enumerate(self._parts)
+        ]
         try:
             while True:
                 await changed.get()
-                for task in following:
-                    if task.done():
-                        task.result()  # raises its error
-                if found:
-                    yield frozenset().union(*found.values())
+                yield frozenset().union(*found.values())
         finally:
             for task in following:
                 task.cancel()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from router.pools.discovery import ServiceDiscovery
+from router.pools.discovery import ServiceDiscovery, follow
 from router.pools.instance import STATES, ExpectedInstance, UpstreamInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, Role
 from router.pools.settings import PoolSettings
@@ -90,11 +90,7 @@ class Pool:
     async def follow(self) -> None:
         """Follows the discovery until it is cancelled; then every instance is removed."""
         try:
-            try:
-                async for addresses in self.discovery.addresses():
-                    self._reconcile(addresses)
-            except Exception:
-                _log.critical("the addresses of the %s pool are no longer followed", self.expected.role, exc_info=True)
+            await follow(self.discovery, self._reconcile, f"the addresses of the {self.expected.role} pool")
             await asyncio.Event().wait()
         finally:
             for removal in self._removals:

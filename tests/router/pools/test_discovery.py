@@ -17,6 +17,7 @@ from router.pools.discovery import (
     StaticDiscovery,
     Target,
     discovery_of,
+    follow,
     parse_targets,
     resolve,
 )
@@ -121,7 +122,10 @@ async def test_a_name_is_resolved_again_and_a_change_is_yielded_once() -> None:
     assert await yielded(dns.discovery(), dns, 5) == [{"a", "b"}, {"b", "c"}]
 
 
-@pytest.mark.parametrize("failure", [FAILURE, OSError("no network"), UnicodeError("label too long")])
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("failure", [FAILURE, OSError("no network"), UnicodeError("label too long"), NO_THREAD])
 async def test_a_failure_keeps_what_is_known(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
     dns = Dns({"a"}, *[failure] * 9, {"b"})
     assert await yielded(dns.discovery(), dns, 12) == [{"a"}, {"b"}]
@@ -152,17 +156,43 @@ async def test_fixed_addresses_and_names_are_joined() -> None:
     assert all("fixed:1" in each for each in sets)
 
 
-async def test_what_goes_wrong_with_one_part_is_not_swallowed() -> None:
+async def test_what_goes_wrong_with_one_part_is_logged_and_the_part_begins_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
+        num_begun = 0
+
         async def addresses(self) -> AsyncIterator[frozenset[str]]:
-            yield frozenset(map(self._broken, "a"))
+            self.num_begun += 1
+            yield frozenset({f"b{self.num_begun}"})
+            if self.num_begun < 4:
+                raise RuntimeError("a fault that the test asked for")
 
-        def _broken(self, address: str) -> str:
-            raise RuntimeError("a fault of ours")
+    monkeypatch.setattr("router.pools.discovery._RETRY_S", 0.001)
+    parts: list[ServiceDiscovery] = [
+        DnsDiscovery("decode", 50051, QUICK_S, Dns({"a"})),
+        StaticDiscovery(["c"]),
+        Broken(),
+    ]
+    seen: list[frozenset[str]] = []
+    following = asyncio.create_task(follow(CombinedDiscovery(parts), seen.append, "addresses"))
+    await until(lambda: frozenset({"a", "b4", "c"}) in seen)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    first = next(index for index, addresses in enumerate(seen) if {"a", "c"} <= addresses)
+    assert all({"a", "c"} <= addresses for addresses in seen[first:])
+    logged = [record.getMessage() for record in caplog.records if record.exc_info is not None]
+    assert logged == [
+        f"some addresses of a pool are no longer followed; the next attempt is in {retry_s} s"
+        for retry_s in ("0.001", "0.002", "0.004")
+    ]
 
-    with pytest.raises(RuntimeError, match="a fault of ours"):
-        async for _ in CombinedDiscovery([StaticDiscovery(["a"]), Broken()]).addresses():
-            pass
+
+async def test_a_discovery_that_begins_again_yields_what_it_knows() -> None:
+    dns = Dns({"a"})
+    discovery = dns.discovery()
+    assert await yielded(discovery, dns, 3) == [{"a"}]
+    assert await yielded(discovery, dns, 6) == [{"a"}]
 
 
 async def test_questions_are_spread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
@@ -219,20 +220,44 @@ async def test_two_addresses_of_one_process_are_one_instance(model: ServedModel,
         assert (await rig.generate()).is_exactly(12)
 
 
-async def test_a_discovery_that_breaks_is_logged_and_its_last_instances_stay(
-    model: ServedModel, model_folder: Path, caplog: pytest.LogCaptureFixture
+async def test_a_discovery_that_breaks_is_logged_and_begins_again_beside_its_last_instances(
+    model: ServedModel, model_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Breaking(Changing):
         async def addresses(self) -> AsyncIterator[frozenset[str]]:
             yield await self._sets.get()
             raise RuntimeError("a fault that the test asked for")
 
-    async with FakeInstance("decode") as fake:
-        app = RouterApp(settings_of(model_folder, [], []), model, decode=Breaking(fake))
+    monkeypatch.setattr("router.pools.discovery._RETRY_S", 0.01)
+    async with FakeInstance("decode") as fake, FakeInstance("decode", "another") as another:
+        breaking = Breaking(fake)
+        app = RouterApp(settings_of(model_folder, [], []), model, decode=breaking)
         async with started(app, [], [fake]) as rig:
             await rig.until_ready()
+            await until(lambda: "no longer followed" in caplog.text)
             assert (await rig.generate()).is_exactly(12)
-    assert "no longer followed" in caplog.text
+            breaking.now(fake, another)
+            await rig.until_ready(num_decode=2)
+
+
+async def test_addresses_that_cannot_be_dialled_are_tried_again(
+    model: ServedModel, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.pools.discovery._RETRY_S", 0.01)
+    async with FakeInstance("decode") as fake:
+        port = fake.address.rpartition(":")[2]
+        settings = settings_of(model_folder, [], [], pools={"decode": f"dns:localhost:{port}"})
+        app = RouterApp(settings, model)
+        dial, num_failures = app.pools.decode.dial, iter(range(3))
+
+        def failing(address: str) -> grpc.aio.Channel:
+            if next(num_failures, None) is not None:
+                raise RuntimeError("a fault that the test asked for")
+            return dial(address)
+
+        monkeypatch.setattr(app.pools.decode, "dial", failing)
+        async with started(app, [], [fake]) as rig:
+            await rig.until_ready()
 
 
 async def test_a_router_asks_the_dns_for_its_instances(model: ServedModel, model_folder: Path) -> None:
