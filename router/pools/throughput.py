@@ -104,6 +104,7 @@ class ThroughputEstimator:
 
     def report_received(self, num_prefilled_tokens: int, num_waiting_tokens: int, now_s: float) -> None:
         """A load report: the tokens prefilled since the instance's start, and those waiting now."""
+        self._forget(now_s)  # not only when it is asked for: a process with two addresses is asked at one of them
         self._recent_computed.append((now_s, num_prefilled_tokens))
         if num_waiting_tokens <= 0:
             self._busy_since = None
@@ -117,12 +118,17 @@ class ThroughputEstimator:
 
     def _recent(self, now_s: float) -> tuple[int, int]:
         """The prompt tokens assigned and computed in the last seconds."""
+        self._forget(now_s)
+        computed = self._recent_computed
+        return self._num_recent_tokens, computed[-1][1] - computed[0][1] if computed else 0
+
+    def _forget(self, now_s: float) -> None:
+        """What is older than the last seconds."""
         assigned, computed = self._recent_assigned, self._recent_computed
         while assigned and assigned[0][0] < now_s - _RECENT_S:
             self._num_recent_tokens -= assigned.popleft()[1]
         while computed and computed[0][0] < now_s - _RECENT_S:
             computed.popleft()
-        return self._num_recent_tokens, computed[-1][1] - computed[0][1] if computed else 0
 
 
 @dataclass(frozen=True, slots=True)

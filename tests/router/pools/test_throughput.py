@@ -116,3 +116,12 @@ def test_a_try_is_remembered() -> None:
     tried = speeds()
     tried.prefill_assigned(10.0)
     assert tried.estimate(12.5).since_prefill_s == 2.5
+
+
+def test_reports_alone_keep_no_more_than_those_of_the_last_seconds() -> None:
+    """As at the second address of a process, where its estimate is not asked for."""
+    reported = speeds()
+    for number in range(1000):
+        reported.report_received(10 * number, 0, number / 4)
+    assert len(reported._recent_computed) == 21
+    assert reported.estimate(999 / 4).num_recent_computed == 200
