@@ -37,6 +37,8 @@ _HIT_RATE_S = 60.0
 _STALL_S = 1.5
 """A running request that has emitted nothing for longer has a gap, which is not over."""
 _SILENT_S = 1.0
+_MAX_STEP_S = 1.0
+"""By which the wall clock may move against the monotonic one: names of points are seconds."""
 
 STAGES: Mapping[RequestEvent, str] = {
     RequestEvent.RECEIVED: "queue",
@@ -124,17 +126,23 @@ class LiveState:
     """Makes states of readings, each later than the one before."""
 
     def __init__(self) -> None:
+        self._begin(0.0)
+
+    def _begin(self, wall_s: float) -> None:
+        """As if no reading had been made."""
         self._last_s: float | None = None
-        self._wall_s = 0.0  # `time.time()` of monotonic 0: the same for all states, or equal times would differ
+        self._wall_s = wall_s  # `time.time()` of monotonic 0: the same for all states, or equal times would differ
         self._progress: dict[int, _Progress] = {}  # by request
         self._counted: dict[InstanceKey, tuple[int, int]] = {}  # tokens prefilled, generated
         self._points: Json = {}
         self._ended: Json = {}
 
     def next(self, reading: Reading) -> Json:
-        """The state at `reading`. It shares parts with earlier ones: do not change it."""
-        if self._last_s is None:
-            self._wall_s = reading.at_s - reading.now_s
+        """The state at `reading`. It shares parts with earlier ones: do not change it. After a step of the wall clock,
+        or a suspend, in which the monotonic one stands still, it is a first one."""
+        wall_s = reading.at_s - reading.now_s
+        if self._last_s is None or abs(wall_s - self._wall_s) > _MAX_STEP_S:
+            self._begin(wall_s)
             self._add_history(reading)
             ended = _since(reading.ended, -math.inf)
         else:

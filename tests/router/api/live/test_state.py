@@ -216,3 +216,30 @@ def test_a_state_is_json_without_nulls() -> None:
     ended = [request(1, 1.0, end_s=2.0), RequestSummary(2, "", ((RequestEvent.RECEIVED, 1.0),), outcome="internal")]
     state = LiveState().next(reading(5.0, pools=pools, instances=instances, ended=ended, running=[request(3, 4.0)]))
     assert "null" not in json.dumps(state)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_the_charts_go_on_after_a_step_of_the_wall_clock(step_s: float) -> None:
+    """Or after a suspend: the monotonic clock stands still meanwhile."""
+
+    def stepped(now_s: float) -> Reading:
+        return dataclasses.replace(reading(now_s, ended=[ended], running=[running]), at_s=WALL_S + step_s + now_s)
+
+    states, running, ended = LiveState(), request(1, 99.0, num_tokens=10), request(2, 90.0, end_s=95.0, num_tokens=41)
+    for now_s in (100.0, 101.0):
+        states.next(reading(now_s, ended=[ended], running=[running]))
+    states.next(stepped(102.0))
+    state = states.next(stepped(103.0))
+    seconds = [int(name) for name in state["points"]]
+    assert max(seconds) == int(state["at"])
+    assert min(seconds) == int(state["at"]) - 13
+    assert state["ended"]["2"]["at"] == WALL_S + step_s + 90.0
+    assert last_point(state)["ended"] == 0
+
+
+def test_a_clock_that_is_slewed_keeps_the_names_of_the_points() -> None:
+    states = LiveState()
+    states.next(reading(100.0))
+    states.next(reading(101.0))
+    state = states.next(dataclasses.replace(reading(102.0), at_s=WALL_S + 102.3))
+    assert list(state["points"]) == [str(int(WALL_S) + second) for second in (101, 102)]
