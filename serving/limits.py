@@ -210,7 +210,11 @@ class LargeMessages:
             parsing.exception()  # of a call that has ended meanwhile, which asyncio would log as lost
             loop.call_later(cpu_s * _PAUSE, self._release, client)
 
-        parsing = loop.run_in_executor(None, timed)
+        try:
+            parsing = loop.run_in_executor(None, timed)
+        except BaseException:  # no thread could be started
+            self._release(client)
+            raise
         parsing.add_done_callback(pause)
         return await asyncio.shield(parsing)  # a thread parses to its end, whether its call is cancelled or not
 

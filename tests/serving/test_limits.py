@@ -143,3 +143,19 @@ async def test_a_message_cancelled_at_its_turn_leaves_no_state() -> None:
     await asyncio.gather(waiting, return_exceptions=True)
     assert not messages._locks
     assert not messages._num_waiting
+
+
+async def test_a_message_that_gets_no_thread_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the limit on processes is reached for a while."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    messages = LargeMessages()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "run_in_executor", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await messages.parsed("a", LARGE, len)
+    assert not messages._locks
+    assert not messages._num_held
+    assert await messages.parsed("a", LARGE, len) == LARGE_BYTES
