@@ -21,7 +21,7 @@ import grpc.aio
 from engine.core.messages import KVProgress, LoadedEvent
 from engine.identity import ModelIdentity
 from instance.convert import TransferSource
-from kv_transfer.transfer.client import TransferRequest, attach_to_transfer
+from kv_transfer.transfer.client import CONNECT_S, TransferRequest, attach_to_transfer
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from serving import tracing
 from serving.channel import ChannelSettings, is_ip, is_private, open_channel, resolve
@@ -98,8 +98,11 @@ class PeerChannels:
     async def _resolved(self, address: str) -> str:
         host, port = parse_address(address)
         try:
-            address = format_address(host if is_ip(host) else await resolve(host), port)
-        except OSError:
+            async with asyncio.timeout(CONNECT_S):
+                address = format_address(host if is_ip(host) else await resolve(host), port)
+        except TimeoutError:  # a request would wait for a resolver that hangs until its reservation ends
+            raise Unavailable(f"transfer.address: {host} cannot be resolved within {CONNECT_S:g} s") from None
+        except (OSError, RuntimeError):  # no thread could be started
             raise Unavailable(f"transfer.address: {host} cannot be resolved") from None
         self.check_address(address)
         return address

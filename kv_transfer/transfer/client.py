@@ -39,7 +39,7 @@ def identity_from_proto(identity: common_pb2.Identity) -> ModelIdentity:
     return ModelIdentity(**{name: getattr(identity, name) for name in ModelIdentity.__struct_fields__})
 
 
-_CONNECT_S = 0.7
+CONNECT_S = 0.7
 """How long to retry an unreachable producer: it may have just restarted. Seconds."""
 _SETTLE_S = 1.0
 """How long reads in flight may take after a failure, before the release ends them. Seconds."""
@@ -108,7 +108,7 @@ class _TransferClient:
 
     async def wait_until_loaded(self, identity: ModelIdentity) -> str | None:
         """None: the core has loaded. Otherwise why it cannot."""
-        until = time.monotonic() + _CONNECT_S
+        until = time.monotonic() + CONNECT_S
         while not self._loaded.done():
             failure, is_unreachable = await self._try_attach(identity)
             if not is_unreachable or self._attached or time.monotonic() >= until:

@@ -85,7 +85,10 @@ async def test_releasing_at_an_unreachable_instance_takes_no_time(reader: Reader
     assert "UNAVAILABLE" in (reader.progress[-1].failed or "")
 
 
-async def test_a_failure_before_the_request_has_blocks_is_reported_once_it_has(reader: Reader) -> None:
+async def test_a_failure_before_the_request_has_blocks_is_reported_once_it_has(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instance.transfers.CONNECT_S", 60.0)  # however long this process may stand still
     with reader.transfers.read_transfer(TransferSource("t1", "prefill..svc:7000", "e"), "r1") as client:
         for _ in range(20):  # such a name fails without a resolver
             await asyncio.sleep(0.01)
@@ -93,6 +96,33 @@ async def test_a_failure_before_the_request_has_blocks_is_reported_once_it_has(r
         client.blocks_reserved(0)
         await until(lambda: reader.progress)
     assert reader.progress == [KVProgress("r1", 0, failed="transfer.address: prefill..svc cannot be resolved")]
+
+
+async def test_a_resolver_that_hangs_is_a_failure_in_the_time_of_a_connection(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    with reader.transfers.read_transfer(TransferSource("t1", "prefill.svc:7000", "e"), "r1") as client:
+        client.blocks_reserved(0)
+        await until(lambda: reader.progress)
+    failed = "transfer.address: prefill.svc cannot be resolved within 0.7 s"
+    assert reader.progress == [KVProgress("r1", 0, failed=failed)]
+
+
+async def test_a_name_that_gets_no_thread_is_a_failure(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the limit on processes is reached for a while."""
+
+    async def getaddrinfo(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    with reader.transfers.read_transfer(TransferSource("t1", "prefill.svc:7000", "e"), "r1") as client:
+        client.blocks_reserved(0)
+        await until(lambda: reader.progress)
+    assert reader.progress == [KVProgress("r1", 0, failed="transfer.address: prefill.svc cannot be resolved")]
 
 
 # Channels are shared, kept while in use, and closed when too many lie idle.
