@@ -33,6 +33,12 @@ HANDSHAKE_TIMEOUT_S = 5.0
 """For the handshake of a new connection to a server."""
 _log = logging.getLogger(__name__)
 _BEGIN = b"-----BEGIN CERTIFICATE-----"
+_LEVELS = {
+    "is valid": logging.INFO,
+    "expires soon": logging.WARNING,
+    "expired": logging.ERROR,
+    "not yet valid": logging.ERROR,
+}
 _EXPIRES_SOON = 0.1
 """Fraction of a certificate's life left when a warning is logged; issuers renew when a third is left."""
 
@@ -75,9 +81,11 @@ class TlsMaterial:
     not_after: datetime | None = None
 
     def state(self, now: datetime) -> str:
-        """Whether it "is valid" (as is no certificate), "expires soon" or is "expired"."""
+        """Whether it "is valid" (as is no certificate), "expires soon", is "expired" or "not yet valid"."""
         if self.not_after is None or self.not_before is None:
             return "is valid"
+        if now < self.not_before:
+            return "not yet valid"
         left, life = self.not_after - now, self.not_after - self.not_before
         if left <= timedelta(0):
             return "expired"
@@ -128,17 +136,18 @@ class TlsFiles(FileWatcher[TlsMaterial], Collector):
         return TlsMaterial(ca, chain, key, names, leaf.not_valid_before_utc, leaf.not_valid_after_utc)
 
     def _log_state(self, material: TlsMaterial) -> None:
-        """One line for a new certificate, one when it expires soon, and one when it has expired."""
+        """One line for a new certificate, and one whenever its state changes: valid, expires soon, expired."""
         if material.not_after is None:
             return
         state = material.state(datetime.now(UTC))
         if self._logged == (material, state):
             return
         self._logged = (material, state)
-        level = {"is valid": logging.INFO, "expires soon": logging.WARNING, "expired": logging.ERROR}[state]
         names = ", ".join(material.names) or "no names"
-        message = "the TLS certificate in %s, of %s, %s: until %s"
-        _log.log(level, message, self._cert_file, names, state, material.not_after)
+        life = f"until {material.not_after}"
+        if state == "not yet valid":
+            life = f"from {material.not_before} {life}"
+        _log.log(_LEVELS[state], "the TLS certificate in %s, of %s, %s: %s", self._cert_file, names, state, life)
         if self._key_file is not None and _is_world_readable(self._key_file):
             _log.warning("tls.key_file: %s is readable by all users of this machine; chmod 600", self._key_file)
 

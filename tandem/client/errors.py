@@ -200,8 +200,12 @@ def _client_certificate_problem(address: str, credentials: Credentials) -> str:
     from serving.tls import TlsFiles
 
     material = TlsFiles(credentials.ca_file, credentials.cert_file, credentials.key_file).current()
-    if material.state(datetime.now(UTC)) == "expired":
+    state = material.state(datetime.now(UTC))
+    if state == "expired":
         return f"the client certificate in {credentials.cert_file} expired at {material.not_after:%Y-%m-%d %H:%M} UTC"
+    if state == "not yet valid":
+        since = f"{material.not_before:%Y-%m-%d %H:%M} UTC"
+        return f"the client certificate in {credentials.cert_file} is not valid before {since}"
     return (
         f"the server at {address} does not trust the client certificate in {credentials.cert_file}: "
         "another CA issued it, or it is not valid yet by that server's clock"

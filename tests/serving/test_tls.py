@@ -190,6 +190,19 @@ def test_the_expiry_of_a_certificate_is_logged_once_per_state(
     ]
 
 
+def test_a_certificate_that_is_not_yet_valid_is_logged_with_its_begin(
+    tmp_path: Path, authority: StackCa, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+    watched = files_of(tmp_path, "early", authority, not_before=begin).tls()
+    material = watched.current()
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert f"early, localhost, not yet valid: from {begin} until" in record.getMessage()
+    assert material.state(begin) == "is valid"
+    assert material.state(begin - timedelta(seconds=1)) == "not yet valid"
+
+
 def test_a_world_readable_key_is_warned_of(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     files.key.chmod(0o640)  # as a mounted Secret is its group's
     files.tls()

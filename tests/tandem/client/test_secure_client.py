@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,14 @@ def problems(tmp_path: Path, server_files: Files, client_files: Files, authority
     stranger = files_of(tmp_path, "stranger", StackCa("another"), authority)
     doubtful = files_of(tmp_path, "doubtful", authority, StackCa("another"))
     expired = files_of(tmp_path, "expired", authority, **long_ago())
+    early = files_of(tmp_path, "early", authority, not_before=datetime.now(UTC) + timedelta(hours=1))
     good = client_files.credentials()
     return {
         r"speaks TLS: give the CA to trust as ca_file \(--ca-file\)": Credentials(),
         r"requires a client certificate: give cert_file and key_file": Credentials(ca_file=client_files.ca),
         r"does not trust the client certificate in .*stranger\.crt": stranger.credentials(),
         r"the client certificate in .*expired\.crt expired at 20": expired.credentials(),
+        r"the client certificate in .*early\.crt is not valid before 20": early.credentials(),
         r"is not trusted: unable to get local issuer certificate; trusted are the CAs in": doubtful.credentials(),
         r"is not trusted: .*[Hh]ostname mismatch": replace(good, server_name="another.host"),
     }
