@@ -107,6 +107,13 @@ def has_wide_registers() -> bool:
 
 
 @functools.cache
+def has_fused_products() -> bool:
+    """Whether an instruction multiplies and adds (FMA; AVX-512 has it, ARM always): otherwise LLVM calls a function for
+    each number."""
+    return platform.machine() != "x86_64" or not _features().isdisjoint({"fma", "fma4", "avx512f"})
+
+
+@functools.cache
 def has_pairs() -> bool:
     """Whether there are instructions for pairs of bfloat16 (AVX512_BF16)."""
     return "avx512bf16" in _features()

@@ -2,9 +2,9 @@
 
 Written out, because what counts is which values stay in registers: a sum for each row and vector, while every key or
 value that is loaded serves all rows. Whatever the number of rows and keys, each sum adds the same numbers in one order
-and each product is rounded together with its addition: all variants give the same bits. Products of float32 are summed
-by sixteen first: one by one their logits differ from transformers' by up to 1.3e-4, so by 8e-5. Elements of 16 bits
-round far more.
+and each product is rounded together with its addition, or, without FMA, always before it: all variants give the same
+bits. Products of float32 are summed by sixteen first: one by one their logits differ from transformers' by up to
+1.3e-4, so by 8e-5. Elements of 16 bits round far more.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.

@@ -25,7 +25,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
 
-from engine.attention.compilation import has_pairs, kernel_part
+from engine.attention.compilation import has_fused_products, has_pairs, kernel_part
 
 WIDTH = 16
 BFLOAT16 = np.uint16(0)
@@ -171,7 +171,9 @@ def repeated(builder, number, vector=_VECTOR):
 
 
 def fused_product(builder, left, right, added):
-    """left * right + added, rounded once."""
+    """left * right + added, rounded once; twice on a processor without an instruction for both."""
+    if not has_fused_products():
+        return builder.fadd(builder.fmul(left, right), added)
     return _call(builder, f"llvm.fma.v{WIDTH}f32", _VECTOR, [left, right, added])
 
 
@@ -327,7 +329,7 @@ def rounded_to(typingctx, value, kind):
 
 @intrinsic
 def fused(typingctx, left, right, added):
-    """left * right + added, rounded once, where `*` and `+` may or may not."""
+    """`fused_product` for kernels: rounded once where the processor can, while `*` and `+` may or may not."""
 
     def codegen(context, builder, sig, args):
         return fused_product(builder, *args)

@@ -116,7 +116,8 @@ def command(
         raise click.UsageError(str(error)) from None
     checks = [check_system(), check_python(), check_packages()]
     if other_system() is None:  # the others ask Linux
-        checks += [check_machine(), check_kernel(), check_compiler(), check_extras(), check_model(model_name)]
+        checks += [check_machine(), check_processor(), check_kernel(), check_compiler(), check_extras()]
+        checks += [check_model(model_name)]
         checks += [] if quick else [check_connector(choice) for choice in choices]
         checks.append(check_running_stacks())
     with interruptible():
@@ -183,6 +184,16 @@ def check_machine() -> Iterator[Finding]:
     available = available_bytes()
     text, remedy = f"{available / 2**30:.1f} GiB free", "keep --kv-memory small, or free some"
     yield _ok_or_warn(available >= _LOW_MEMORY, "memory", text, remedy)
+
+
+def check_processor() -> Iterator[Finding]:
+    from engine.attention.compilation import has_fused_products
+
+    if has_fused_products():
+        yield Finding("ok", "processor", "multiplies and adds in one instruction (FMA)")
+    else:
+        text = "no FMA: the kernels multiply and add in two instructions, slower and with another rounding"
+        yield Finding("warn", "processor", text, "in a virtual machine choose the CPU type host, or x86-64-v3")
 
 
 def check_kernel() -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import ast
 import ctypes
 import errno
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,6 +189,30 @@ def test_kernels_use_what_numba_compiles_for(variable: str, tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", _MULTIPLY], env=environment, cwd=ROOT, check=True)
 
 
+def test_a_processor_without_fma_calls_no_function_for_each_product(tmp_path: Path) -> None:
+    """`generic` is one without; LLVM's llvm.fma would call fmaf sixteen times."""
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", _FUSE], env=environment, cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "has_one"),
+    [
+        ("x86_64", {"sse4.2", "avx"}, False),
+        ("x86_64", {"avx2", "fma"}, True),
+        ("x86_64", {"avx", "fma4"}, True),
+        ("x86_64", {"avx512f"}, True),
+        ("aarch64", {"neon"}, True),
+    ],
+)
+def test_products_are_fused_where_there_is_an_instruction(
+    machine: str, features: set[str], has_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "_features", lambda: frozenset(features))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert compilation.has_fused_products.__wrapped__() == has_one
+
+
 @pytest.mark.parametrize(
     ("processor", "are_faster"), [("znver4", True), ("znver5", True), ("emeraldrapids", False), ("x86-64", False)]
 )
@@ -207,4 +232,23 @@ from engine.models.linear import PanelLinear
 assert not compilation.has_wide_registers() and not compilation.has_pairs()
 matrix, rows = torch.randn(64, 32).bfloat16(), torch.randn(5, 32).bfloat16()
 torch.testing.assert_close(PanelLinear(matrix, None)(rows), torch.nn.functional.linear(rows, matrix))
+"""
+
+_FUSE = """
+import ctypes
+import torch
+from numba import cfunc
+from engine.attention.compilation import SIGNATURE
+from engine.attention.simd import FLOAT32, fused, load, pointer, store
+
+def body(a):
+    numbers = pointer(a[0], FLOAT32)
+    store(numbers, 0, fused(load(numbers, 0), load(numbers, 16), load(numbers, 32)))
+
+compiled = cfunc(SIGNATURE)(body)
+numbers = torch.rand(3, 16)
+expected = numbers[0] * numbers[1] + numbers[2]
+compiled.ctypes(ctypes.pointer(ctypes.c_int64(numbers.data_ptr())))
+torch.testing.assert_close(numbers[0], expected)
+assert "fmaf" not in compiled._library.get_asm_str()
 """

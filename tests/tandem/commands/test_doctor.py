@@ -19,6 +19,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from engine.attention import compilation
 from tandem.cli import main
 from tandem.client.registry import RunningStack
 from tandem.commands import doctor
@@ -44,7 +45,7 @@ def test_a_machine_that_runs_these_tests_is_well(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor, "_EXTRAS", ())
     findings = [
         *doctor.check_system(), *doctor.check_python(), *doctor.check_packages(), *doctor.check_machine(),
-        *doctor.check_kernel(), *doctor.check_extras(),
+        *doctor.check_processor(), *doctor.check_kernel(), *doctor.check_extras(),
     ]  # fmt: skip
     assert {finding.verdict for finding in findings} <= {"ok", "warn"}
     assert {finding.subject for finding in findings} >= {
@@ -107,6 +108,16 @@ def test_a_missing_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_version_that_is_shown_is_of_a_required_package() -> None:
     [only] = doctor.check_packages()
     assert [one.split()[0] for one in only.text.split(", ")] == list(doctor._SHOWN_PACKAGES)
+
+
+@pytest.mark.parametrize(("has_one", "verdict"), [(True, "ok"), (False, "warn")])
+def test_a_processor_without_fma_is_a_warning(has_one: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual machines often hide it."""
+    monkeypatch.setattr(compilation, "has_fused_products", lambda: has_one)
+    [finding] = doctor.check_processor()
+    assert (finding.verdict, finding.subject) == (verdict, "processor")
+    assert "FMA" in finding.text
+    assert ("x86-64-v3" in finding.remedy) == (not has_one)
 
 
 def test_low_disk_and_shared_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
