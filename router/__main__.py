@@ -87,9 +87,10 @@ async def _serve_workers(settings: RouterSettings) -> bool:
 
 
 def _model(section: RouterSection) -> ServedModel:
-    if problem := missing_tokenizer(Path(section.model)):
-        _log.warning("requests must have token ids, no text and no chats: %s", problem)
     try:
+        _check_folder(Path(section.model))
+        if problem := missing_tokenizer(Path(section.model)):
+            _log.warning("requests must have token ids, no text and no chats: %s", problem)
         return ServedModel.from_folder(
             section.model,
             section.model_name,
@@ -98,6 +99,15 @@ def _model(section: RouterSection) -> ServedModel:
         )
     except (EngineError, OSError, ValueError) as error:
         raise SettingsError(f"the model's folder: {error}") from None
+
+
+def _check_folder(folder: Path) -> None:
+    """Without the instances' tokenizer files the router would start, and use none of them. Raises ValueError."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not a folder with files in it; give the instances' checkpoint, or a copy without weights: "
+            "--model FOLDER (router.model); if it is a mount, mount it first"
+        )
 
 
 def _announce(section: RouterSection, address: str) -> None:

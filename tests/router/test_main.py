@@ -66,6 +66,15 @@ def test_a_model_without_a_tokenizer_is_a_warning(tmp_path: Path, caplog: pytest
     assert "token ids" in warning
 
 
+@pytest.mark.parametrize("folder", ["nowhere", "empty", "file"])
+def test_a_router_without_the_files_of_a_model_does_not_start(folder: str, tmp_path: Path) -> None:
+    """None of its instances would have its tokenizer, so none would ever be used."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=rf"the model's folder: \S+/{folder} is not a folder .* --model FOLDER"):
+        _model(RouterSection(model=str(tmp_path / folder)))
+
+
 def test_listen_goes_before_host_and_port() -> None:
     def listen(value: str) -> tuple[str, int]:
         server = RouterSettings(router=RouterSection(model="m", listen=value)).effective_server
