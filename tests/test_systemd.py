@@ -23,12 +23,12 @@ UNITS = sorted((ROOT / "systemd").glob("*.service"))
 TREES: dict[str, type[Settings]] = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
 
 
-def unit(name: str) -> configparser.SectionProxy:
-    """The section [Service]; of a setting that is there twice, the last."""
+def unit(name: str, section: str = "Service") -> configparser.SectionProxy:
+    """A section of it; of a setting that is there twice, the last."""
     parser = configparser.RawConfigParser(strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read(ROOT / "systemd" / name)
-    return parser["Service"]
+    return parser[section]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
@@ -78,3 +78,31 @@ def test_instances_keep_compiled_kernels() -> None:
     variables = dict(one.split("=", 1) for one in unit("tandem-instance@.service")["Environment"].split())
     for name in ("NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert variables[name].startswith("/var/cache/tandem-instance/")
+
+
+def test_units_start_after_the_file_systems_of_the_network() -> None:
+    """A checkpoint that is not there yet ends a start with EXIT_CANNOT_START, after which systemd tries no other."""
+    for path in UNITS:
+        assert {"network-online.target", "remote-fs.target"} <= set(unit(path.name, "Unit")["After"].split())
+
+
+def test_a_shutdown_stops_the_router_before_its_instances() -> None:
+    """systemd stops units in the opposite order of their starts."""
+    instances = {f"tandem-instance@{role}.service" for role in ("prefill", "decode")}
+    assert instances <= set(unit("tandem-router.service", "Unit")["After"].split())
+
+
+def test_the_key_is_found_by_the_oldest_systemd_that_has_credentials() -> None:
+    """247; the specifier %d came later."""
+    service = unit("tandem-instance@.service")
+    name, _, _ = service["LoadCredential"].partition(":")
+    assert service["ExecStart"].endswith(f" --kv-secret-file ${{CREDENTIALS_DIRECTORY}}/{name}")
+    assert not [path.name for path in UNITS if "%d" in path.read_text()]
+    assert "systemd 247" in (ROOT / "docs/systemd.md").read_text()
+
+
+def test_the_pages_kv_folder_is_one_that_all_instances_of_a_machine_can_write_to() -> None:
+    """The rest of the machine is read-only to them, and each has a /tmp of its own."""
+    state = f"/var/lib/{unit('tandem-instance@.service')['StateDirectory']}"
+    [folder] = re.findall(r"transfer: \{[^}]*folder: ([^,}]+)", (ROOT / "docs/systemd.md").read_text())
+    assert Path(state) in Path(folder).parents
