@@ -42,6 +42,12 @@ class UnreadableValue(BadValue):
     """The store has the value, and its medium cannot read it."""
 
 
+class NotWritable(OSError):
+    """The folder `filename` of the store cannot be written to, which does not end by itself."""
+
+    remedy = "let this user write there; a systemd unit also needs ReadWritePaths= (docs/systemd.md)"
+
+
 class BlockStore(Protocol):
     """See the module. Raises StoreError or OSError, and what `check` raises."""
 

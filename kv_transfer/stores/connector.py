@@ -86,7 +86,8 @@ class StoreConnector(TransferConnector):
         )
 
     def self_test(self) -> str | None:
-        return self_test_store(self.name, self._io, self._naming, self._threads, SELF_TEST_TIMEOUT_S)
+        io, naming, threads = self._io, self._naming, self._threads
+        return self_test_store(self.name, io, naming, threads, SELF_TEST_TIMEOUT_S, saves=self._options.save)
 
     def start_io(self) -> None:
         ops: list[LoadOp | SaveOp] = [*self._loader.take_ops(), *self._producer.take_ops()]

@@ -40,7 +40,7 @@ from typing import Any
 from engine.errors import EngineError
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
-from kv_transfer.stores.base import BadValue, StoreError, UnreadableValue, rest_of
+from kv_transfer.stores.base import BadValue, NotWritable, StoreError, UnreadableValue, rest_of
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.transfer.connector import parse_options, start_thread
 
@@ -60,6 +60,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 ABSENT = (errno.ENOENT, errno.ESTALE)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NOT_A_FILE = (errno.ELOOP, errno.ENXIO)  # a link; a socket
 
 
@@ -74,7 +75,8 @@ class SharedStorage:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise EngineError(f"{self.name} path {os.fspath(path)!r}: {error.strerror}") from error
+            remedy = f"; {NotWritable.remedy}" if error.errno in _NOT_WRITABLE else ""
+            raise EngineError(f"{self.name} path {os.fspath(path)!r}: {error.strerror}{remedy}") from error
         self.sweeper = Sweeper(self.path, capacity_bytes=capacity_bytes, **limits)
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
@@ -83,6 +85,8 @@ class SharedStorage:
         except OSError as error:
             if error.errno in _DISK_FULL:
                 self.sweeper.note_full()
+            if error.errno in _NOT_WRITABLE:
+                raise NotWritable(error.errno, error.strerror, os.fspath(self.path)) from error
             raise
         self.sweeper.note_written(sum(len(buffer) for buffer in buffers))
 

@@ -28,7 +28,7 @@ from engine.failpoints import FailpointError
 from kv_transfer.page.format import HEADER_BYTES, Buffer, PageError, check_header, check_payload, seal
 from kv_transfer.page.memory import PageMemory, write_page
 from kv_transfer.page.naming import PageKey, PageName, PageNaming
-from kv_transfer.stores.base import BadValue, BlockStore, StoreError, UnreadableValue
+from kv_transfer.stores.base import BadValue, BlockStore, NotWritable, StoreError, UnreadableValue
 from kv_transfer.transfer.connector import DAMAGED, SKIPPED, IOThreads, OpResult, self_test_error
 from kv_transfer.transfer.loader import LoadOp
 from kv_transfer.transfer.producer import SaveOp
@@ -218,12 +218,13 @@ _SELF_TEST_BLOCK = 0
 
 
 def self_test_store(
-    connector_name: str, io: PageIO, naming: PageNaming, threads: IOThreads, timeout_s: float
+    connector_name: str, io: PageIO, naming: PageNaming, threads: IOThreads, timeout_s: float, *, saves: bool = True
 ) -> str | None:
     """Move one block to the store and back, while all blocks are free and zeros, as they are again afterwards.
 
     None: the store works. A sentence, logged: the store is unavailable, full or slow; the instance starts and computes
-    what it cannot load. Raises EngineError where the block comes back with other bytes or the connector has a fault.
+    what it cannot load. An error is logged where it `saves` and may not write there. Raises EngineError where the block
+    comes back with other bytes or the connector has a fault.
     A store that answers after `timeout_s` never writes to a block: it reads into memory of its own.
     """
     content = os.urandom(naming.layout.bytes_per_block)
@@ -237,7 +238,7 @@ def self_test_store(
     finally:
         write_page(io.memory, _SELF_TEST_BLOCK, bytes(len(content)))
     if isinstance(outcome, Exception):
-        return _explain(connector_name, outcome)
+        return _explain(connector_name, outcome, saves=saves)
     if outcome is None:
         return _unavailable(connector_name, "lost a page that it had just taken")
     if outcome != content:
@@ -253,12 +254,14 @@ def _outcome(io: PageIO, name: PageName) -> bytearray | Exception | None:
         return error
 
 
-def _explain(connector_name: str, error: Exception) -> str:
+def _explain(connector_name: str, error: Exception, *, saves: bool) -> str:
     """An unavailable store is no reason not to start; any other error is. Raises EngineError."""
     if isinstance(error, PageError | BadValue) and not isinstance(error, UnreadableValue):
         raise self_test_error(connector_name, f"a block came back wrong ({error.reason})") from error
     if isinstance(error, StoreError):
         return _unavailable(connector_name, f"cannot be used now ({error.reason})", is_logged=error.is_logged)
+    if isinstance(error, NotWritable) and saves:
+        return _not_writable(connector_name, error)
     if isinstance(error, OSError):
         return _unavailable(connector_name, f"cannot be used now ({error.strerror or error})")
     raise self_test_error(connector_name, f"{type(error).__name__}: {error}") from error
@@ -268,4 +271,13 @@ def _unavailable(connector_name: str, problem: str, *, is_logged: bool = False) 
     sentence = f"the store of the {connector_name} connector {problem}; KV is computed instead until it can"
     if not is_logged:
         _log.warning("%s", sentence)
+    return sentence
+
+
+def _not_writable(connector_name: str, error: NotWritable) -> str:
+    sentence = (
+        f"the store of the {connector_name} connector cannot write to {error.filename} ({error.strerror}),"
+        f" so no KV is saved there; {error.remedy}"
+    )
+    _log.error("%s", sentence)
     return sentence

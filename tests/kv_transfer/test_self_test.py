@@ -226,6 +226,47 @@ def test_an_instance_starts_over_a_folder_that_cannot_be_used(
     connector.shutdown()
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize(("saves", "level"), [(True, "ERROR"), (False, "WARNING")])
+def test_a_folder_that_this_user_may_not_write_to_is_an_error_of_the_log(
+    number: int,
+    saves: bool,
+    level: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It names the folder and what to do. The instance starts: what is there can be read, and all else computed."""
+    options = {} if saves else {"save": False, "prefix_only": True}
+    connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"), **options)
+
+    def failing(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "v1")
+
+    monkeypatch.setattr(SharedStorage, "_write", failing)
+    sentence = self_test(connector)
+    connector.shutdown()
+    [record] = [record for record in caplog.records if record.name == "kv_transfer.stores.page_io"]
+    assert (record.levelname, record.getMessage()) == (level, sentence)
+    assert os.strerror(number) in record.getMessage()
+    if saves:
+        assert f"cannot write to {tmp_path / 'pages'} (" in record.getMessage()
+        assert "ReadWritePaths=" in record.getMessage()
+
+
+def test_a_folder_that_this_user_may_not_make_ends_the_start_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_secret(tmp_path / "secret")
+
+    def failing(*_: object, **named: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", failing)
+    with pytest.raises(EngineError, match=r"path '\S+/pages': Read-only file system; let this user .* ReadWritePaths="):
+        connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
+
+
 def test_a_third_party_without_a_test_has_none() -> None:
     assert self_test(NullKVConnector(wake=lambda: None)) is None
 
