@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import jsonschema
 import pytest
@@ -60,13 +65,68 @@ def test_its_settings_are_settings_of_the_services(name: str, monkeypatch: pytes
         assert "redis" in connector.class_path
 
 
-def test_the_instances_are_modules_that_listen_at_their_own_address() -> None:
-    for name in ("prefill", "decode"):
-        shell, flag, script = SERVICES[name]["entrypoint"]
-        assert (shell, flag) == ("sh", "-c")
-        assert script == 'exec python -m "$$0" --listen "$$(hostname -i):50051" "$$@"'
-        assert SERVICES[name]["command"] == [f"{name}_service"]
-        assert f"dns:{name}:50051" in SERVICES["router"]["environment"].values()
+def command_line(name: str, folder: Path, addresses: str) -> list[str]:
+    """What the entrypoint of an instance runs in a container with these addresses; the programs are in `folder`."""
+    lines = "\n".join(f"{one}  {kind}  {name}-1" for one in addresses.split() for kind in ("STREAM", "DGRAM", "RAW"))
+    programs = {
+        "hostname": f'[ "$1" = -i ] && echo "{addresses} fd00::3" || echo {name}-1',
+        "getent": f'[ "$*" = "ahostsv4 {name}-1" ] && echo "{lines}"',
+        "python": 'printf "%s\\n" "$@"',
+    }
+    for program, script in programs.items():
+        (folder / program).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / program).chmod(0o755)
+    command = [one.replace("$$", "$") for one in (*SERVICES[name]["entrypoint"], *SERVICES[name]["command"])]
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run([*command, "--flag"], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("addresses", ["172.18.0.3", "172.18.0.3 172.19.0.2"])
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_the_instances_are_modules_that_listen_at_one_address_of_their_own(
+    name: str, addresses: str, tmp_path: Path
+) -> None:
+    """A container in several networks, or with IPv6, has several."""
+    listening = ["-m", f"{name}_service", "--listen", "172.18.0.3:50051", "--flag"]
+    assert command_line(name, tmp_path, addresses) == listening
+    assert f"dns:{name}:50051" in SERVICES["router"]["environment"].values()
+
+
+def test_the_router_stops_before_its_instances() -> None:
+    """Compose stops a service before those that it depends on."""
+    assert set(SERVICES["router"]["depends_on"]) == {"prefill", "decode"}
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers GET /health, and with 404 all else."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_request(self, *_: object) -> None:
+        pass
+
+
+def test_the_health_check_asks_the_router_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives containers the proxy of its own configuration."""
+    _, python, flag, code = SERVICES["router"]["healthcheck"]["test"]
+    assert (python, flag) == ("python", "-c")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        exec(code.replace(":8000", f":{server.server_port}"), {})
+        with pytest.raises(HTTPError, match="404"):
+            exec(code.replace(":8000/health", f":{server.server_port}/other"), {})
+        server.shutdown()
+
+
+def test_a_start_may_take_as_long_as_with_the_chart() -> None:
+    values = yaml.safe_load((ROOT / "helm/tandem/values.yaml").read_text())
+    assert SERVICES["router"]["healthcheck"]["start_period"] == f"{values['model']['startupSeconds']}s"
 
 
 def test_published_ports_are_the_routers_and_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
