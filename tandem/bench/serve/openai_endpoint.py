@@ -12,6 +12,8 @@ An event without usage counts if it has text or does not end the choice: a token
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -51,6 +53,9 @@ async def event_data(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 _CONNECT_TIMEOUT_S = 30.0
+_REST_TIMEOUT_S = 1.0
+_IDLE_S = 3.0
+"""An idle connection is kept for so long: usual servers close it after 5 s, and a request that is sent then fails."""
 _SERVED_TIMEOUT_S = 10.0
 _REFUSALS = (429, 503)
 _MISUNDERSTOOD = (400, 422)
@@ -107,8 +112,8 @@ class OpenAIEndpoint:
     """Endpoint for `/v1/completions` below `url`, with `model`; empty: the first one that the server lists.
 
     Prompts go as token ids, or as text if `to_text` is given. `extra_body` is merged into every request; None removes
-    a key. There are as many connections as requests in flight, and they are kept. Proxies of the environment are not
-    used. `tls` absent: the CAs that this machine trusts. Raises ValueError for an invalid URL.
+    a key. There are as many connections as requests in flight, and they are kept for the next ones. Proxies of the
+    environment are not used. `tls` absent: the CAs that this machine trusts. Raises ValueError for an invalid URL.
     """
 
     def __init__(
@@ -131,7 +136,7 @@ class OpenAIEndpoint:
         self._client = httpx.AsyncClient(
             base_url=_checked(self._url),
             headers=dict(headers or {}),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S),
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             trust_env=False,
             verify=tls or True,
@@ -201,11 +206,22 @@ class OpenAIEndpoint:
                     raise _UsageOptionRejected
                 problem = _cut(text.decode(errors="replace")) or "no text"
                 raise RequestFailed(f"HTTP {status}", problem, refused=status in _REFUSALS)
-            async for data in event_data(response.aiter_bytes()):
+            chunks = response.aiter_bytes()
+            async for data in event_data(chunks):
                 if data == b"[DONE]":
+                    await _read_rest(chunks)
                     break
                 stream.add(data)
         return stream
+
+
+async def _read_rest(chunks: AsyncIterator[bytes]) -> None:
+    """Reads to the end of the message: before that its connection cannot be kept. The answer is complete, so a server
+    that does not end the message, or fails, costs the connection alone."""
+    with contextlib.suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(_REST_TIMEOUT_S):
+            async for _ in chunks:
+                pass
 
 
 class _Stream:

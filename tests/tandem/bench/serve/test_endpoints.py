@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tandem.bench.serve import openai_endpoint
 from tandem.bench.serve.endpoint import Answer, Endpoint, PlannedRequest, RequestFailed
 from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
 from tandem.bench.serve.load import run_load
@@ -214,12 +215,12 @@ async def test_a_single_token_without_text_counts_by_usage(usage: str) -> None:
 
 
 @asynccontextmanager
-async def answering(body: bytes) -> AsyncIterator[OpenAIEndpoint]:
-    """The endpoint of a server that answers every request with `body`."""
+async def answering(body: bytes, head: bytes = b"") -> AsyncIterator[OpenAIEndpoint]:
+    """The endpoint of a server that answers every request with `body`, and with `head` among the headers."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + head + b"\r\n" + body)
         await writer.drain()
 
     async with TcpServer(serve) as server:
@@ -250,6 +251,62 @@ async def test_an_invalid_list_of_models_is_reported_with_what_to_type(models: b
     async with answering(models) as endpoint:
         with pytest.raises(RequestFailed, match="give --model"):
             await endpoint.served_model()
+
+
+ANSWER = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def keeping_connections(*pieces: bytes) -> AsyncIterator[tuple[OpenAIEndpoint, list[int]]]:
+    """The endpoint of a server that answers every request with these chunks, and the number of requests on each of its
+    connections. An empty chunk ends the answer; without one the answer never ends."""
+    num_requests: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        num_requests.append(0)
+        number = len(num_requests) - 1
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            [length] = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            await reader.readexactly(int(length.partition(b":")[2]))
+            num_requests[number] += 1
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for piece in pieces:
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await asyncio.sleep(0.01)
+
+    async with TcpServer(serve) as server:
+        endpoint = OpenAIEndpoint(f"http://{server.address}")
+        yield endpoint, num_requests
+        await endpoint.close()
+
+
+@pytest.mark.parametrize("pieces", [(ANSWER + DONE, b""), (ANSWER, DONE, b": a comment\n\ndata: {nonsense\n\n", b"")])
+async def test_requests_one_after_another_share_a_connection(
+    pieces: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_endpoint, "_REST_TIMEOUT_S", GUARD_S)
+    monkeypatch.setattr(openai_endpoint, "_IDLE_S", GUARD_S)
+    async with keeping_connections(*pieces) as (endpoint, num_requests):
+        for _ in range(3):
+            assert (await generated(endpoint))[1] == [1]
+    assert num_requests == [3]
+
+
+async def test_an_answer_without_an_end_of_its_message_costs_the_connection_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_endpoint, "_REST_TIMEOUT_S", 0.05)
+    async with keeping_connections(ANSWER, DONE) as (endpoint, num_requests):
+        for _ in range(2):
+            assert (await generated(endpoint))[1] == [1]
+    assert num_requests == [1, 1]
+
+
+async def test_a_connection_that_is_lost_after_the_answer_is_no_failure() -> None:
+    async with answering(ANSWER + DONE, head=b"Content-Length: 10000\r\n") as endpoint:
+        assert (await generated(endpoint))[1] == [1]
 
 
 async def test_prompts_may_go_as_text_and_the_body_may_be_changed() -> None:
