@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -137,12 +138,22 @@ def measure(
 
 
 def joined(runs: Sequence[Point], objectives: Objectives) -> Point:
-    """Runs at one rate as one, each behind the end of the one before it."""
+    """Runs at one rate as one, each from its first sending on behind the end of the one before it: the duration is the
+    sum of theirs. The offered rate is their mean, since nothing is offered while one drains. Lags are those of the run
+    with the longest, so that one late run makes the whole late."""
     records: list[RequestRecord] = []
     for run in runs:
         end_s = max((record.ended_s for record in records), default=0.0)
-        records += [_later(record, end_s) for record in run.records]
-    return Point(runs[0].rate, summarise(records, objectives), records)
+        begin_s = min((record.sent_s for record in run.records), default=0.0)
+        records += [_later(record, end_s - begin_s) for record in run.records]
+    reports = [run.report for run in runs]
+    report = replace(
+        summarise(records, objectives),
+        offered_per_s=fmean(one.offered_per_s for one in reports),
+        lag=max((one.lag for one in reports), key=lambda lag: lag.p99),
+        loop_lag=max((one.loop_lag for one in reports), key=lambda lag: lag.p99),
+    )
+    return Point(runs[0].rate, report, records)
 
 
 def _later(record: RequestRecord, by_s: float) -> RequestRecord:
@@ -163,6 +174,11 @@ def of_kind(point: Point, mix: Mix, *, long: bool) -> Report:
 def num_bad(point: Point) -> int:
     """Requests that failed or were refused."""
     return point.report.num_failed + point.report.num_refused
+
+
+def failed_cell(point: Point) -> str:
+    """For a table: how many requests failed, and whether the load was late."""
+    return str(num_bad(point)) + ("" if point.report.kept_schedule else ", the load was late")
 
 
 def failures(points: Mapping[str, Sequence[Point]]) -> list[str]:

@@ -24,7 +24,7 @@ import click
 
 from benchmarks import page
 from benchmarks.first_token import touch_free_memory
-from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failures, joined, measure, num_bad, of_kind
+from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failed_cell, failures, joined, measure, num_bad, of_kind
 from benchmarks.shapes import SHAPES, write_config
 from tandem.bench.serve import plots
 from tandem.bench.serve.report import Objectives, Report
@@ -232,7 +232,7 @@ def _row(name: str, point: Point, mix: Mix) -> list[str]:
         f"{report.tpot.p50:.1f} · {report.tpot.p99:.1f}",
         f"{report.goodput_per_s:.2f}",
         f"{report.attainment:.0%}",
-        str(num_bad(point)),
+        failed_cell(point),
     ]
 
 

@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import page, stub_engines
 from benchmarks.first_token import touch_free_memory
-from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failures, measure, num_bad, of_kind
+from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failed_cell, failures, measure, of_kind
 from benchmarks.shapes import SHAPES, write_config
 from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
@@ -325,7 +325,7 @@ def _row(name: str, point: Point, mix: Mix) -> list[str]:
         f"{longs.ttft.p50:.0f} · {longs.ttft.p99:.0f}",
         f"{report.itl.p50:.1f} · {report.itl.p95:.1f} · {report.itl.p99:.1f}",
         f"{report.tpot.p50:.1f}",
-        str(num_bad(point)) + ("" if report.kept_schedule else ", the load was late"),
+        failed_cell(point),
     ]
 
 

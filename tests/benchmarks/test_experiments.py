@@ -6,14 +6,17 @@ import asyncio
 import itertools
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import stub_engines
-from benchmarks.mixed_load import Mix, MixedWorkload, failures, joined, of_kind
+from benchmarks.mixed_load import Mix, MixedWorkload, failed_cell, failures, joined, of_kind
 from benchmarks.pd_isolation import Experiment, Subject
 from benchmarks.pool_sizes import Live, Phase
 from protos.tandem.v1 import decode_pb2
+from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import RequestRecord
 from tandem.bench.serve.report import Objectives, summarise
 from tandem.bench.serve.results import Point
@@ -62,6 +65,33 @@ def test_joined_runs_count_as_one_behind_the_other() -> None:
     assert whole.report.num_requests == 3
     assert whole.report.attainment == pytest.approx(2 / 3)
     assert whole.report.itl.max == pytest.approx(90)
+
+
+def run_from(begin_s: float, *, lag_s: float = 0.0, loop_lag_s: float = 0.0) -> Point:
+    """One request a second for 9 s; the last one is answered after 21."""
+    records = [answered(begin_s + number, 0.01) for number in range(10)]
+    records[-1] = answered(begin_s + 9, 4.0)
+    records = [replace(record, due_s=record.sent_s - lag_s) for record in records]
+    return Point(1.0, summarise(records, OBJECTIVES, [loop_lag_s] * 10), records)
+
+
+def test_the_ends_of_joined_runs_are_no_part_of_what_was_offered() -> None:
+    whole = joined([run_from(0.0), run_from(3.0), run_from(7.0)], OBJECTIVES)
+    assert whole.report.offered_per_s == pytest.approx(1.0)
+    assert whole.report.duration_s == pytest.approx(3 * 21.1)
+    assert whole.report.goodput_per_s == pytest.approx(27 / (3 * 21.1))
+    (axis,) = plots.goodput_over_rate({"joined": [whole]}).axes
+    (line,) = [one for one in axis.get_lines() if one.get_label() == "joined"]
+    assert np.asarray(line.get_xydata()) == pytest.approx(np.array([[1.0, 0.9]]))
+
+
+@pytest.mark.parametrize("late", [{"lag_s": 0.5}, {"loop_lag_s": 0.5}])
+def test_joined_runs_are_late_if_one_of_them_is(late: dict[str, float]) -> None:
+    runs = [run_from(0.0) for _ in range(200)]
+    assert joined(runs, OBJECTIVES).report.kept_schedule
+    whole = joined([*runs, run_from(0.0, **late)], OBJECTIVES)
+    assert not whole.report.kept_schedule
+    assert failed_cell(whole) == "0, the load was late"
 
 
 def test_a_mix_has_both_kinds_in_their_shares_and_in_order() -> None:
