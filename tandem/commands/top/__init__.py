@@ -19,7 +19,8 @@ from tandem.commands.options import FloatRange
 )  # fmt: skip
 @click.option(
     "--metrics", metavar="HOST:PORT",
-    help="The router's HTTP or metrics address, for TTFT and TPOT; absent: that of the stack on this machine.",
+    help="The router's metrics port (--metrics-listen), or with one worker its HTTP port, for TTFT and TPOT; absent: "
+    "that of the stack on this machine.",
 )  # fmt: skip
 @admin_options
 def command(interval_s: float, metrics: str | None) -> None:
