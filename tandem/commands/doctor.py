@@ -341,7 +341,8 @@ def _check_transfer(choice: ConnectorChoice) -> Iterator[Finding]:
     text = f"{shape.num_blocks} blocks of {shape.block_bytes / 1e6:.2f} MB from one process to another"
     text += f" over {result.location}" if result.location else ""
     text += f": saved at {save:.2f} GB/s," if save is not None else ":"
-    text += f" read and {'verified' if digest == 'on' else 'compared (digests off)'} at {result.gb_s(figures):.2f} GB/s"
+    checked = {"on": "verified", "off": "compared (digests off)"}.get(figures.way, "compared")
+    text += f" read and {checked} at {result.gb_s(figures):.2f} GB/s"
     text += f" ({share:.0%} of the medium's raw rate)" if share is not None else ""
     yield Finding("ok", choice.name, text)
     yield from _check_speed(choice.name, share, result.goals.get(figures.way))

@@ -37,6 +37,9 @@ from tandem.bench.transfer.endpoint import (
 )
 from tandem.bench.transfer.media import Medium, RawReader
 
+AS_GIVEN = "connector"
+"""The way of a connector whose options alone decide on digests."""
+_OF_CONNECTOR = ("off", "on", AS_GIVEN)
 _NUM_WARM_UP = 2
 _NUM_SINGLES = 8
 _SEED = 17
@@ -54,7 +57,7 @@ class Figures:
     """One way of reading. Seconds; one entry for each round, or for each block read alone."""
 
     way: str
-    """off or on for the connector's digests, else the name of a raw reader."""
+    """off or on for the connector's digests, or AS_GIVEN; else the name of a raw reader."""
     all_blocks_s: list[float] = field(default_factory=list)
     one_block_s: list[float] = field(default_factory=list)
     save_s: list[float] = field(default_factory=list)
@@ -90,7 +93,7 @@ class Result:
 
     def share(self, figures: Figures) -> float | None:
         """Of the first raw reader, by medians."""
-        raw = next((one for one in self.figures if one.way not in ("off", "on")), None)
+        raw = next((one for one in self.figures if one.way not in _OF_CONNECTOR), None)
         return None if raw is None else raw.median_s / figures.median_s
 
 
@@ -105,10 +108,11 @@ class _Reader:
 
 
 def measure(medium: Medium, shape: Shape, *, digests: Sequence[str], num_rounds: int, progress: Progress) -> Result:
-    """Raises EngineError, StoreError or TransferFailed; leaves nothing behind in any case."""
+    """`digests` are ways, off and on; a medium without digests has one, AS_GIVEN. Raises EngineError, StoreError or
+    TransferFailed; leaves nothing behind in any case."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(medium.opened(shape))
-        bench = _Bench(medium, shape, digests)
+        bench = _Bench(medium, shape, digests if medium.has_digests else [AS_GIVEN])
         stack.callback(bench.clear)  # after the end of the sources: an interrupted one may still be saving
         progress("starting the source processes")
         bench.start_sources(stack)

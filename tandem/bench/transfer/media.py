@@ -81,6 +81,11 @@ class Medium:
         """The measurement's own, while the medium is open."""
 
     @property
+    def has_digests(self) -> bool:
+        """Whether `config` decides on digests; if not, the given options do, and both of its results are the same."""
+        return self.connector in CONNECTORS
+
+    @property
     def location(self) -> str:
         """Where the pages are or how they move, for the report."""
         return ""
@@ -93,7 +98,7 @@ class Medium:
 
     def config(self, digest: bool) -> KVConnectorConfig:
         """For one end: the given options, and those that only the measurement knows."""
-        if self.connector not in CONNECTORS:
+        if not self.has_digests:
             return KVConnectorConfig(class_path=self.connector, options=self.options)
         defaults: Options = {"shutdown_timeout_s": _SHUTDOWN_TIMEOUT_S, **self._defaults()}
         if digest:

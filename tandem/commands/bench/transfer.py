@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.errors import to_install
-from tandem.commands.options import Choice, IntRange, OutputFile, interruptible, kv_options, write_errors
+from tandem.commands.options import Choice, IntRange, OutputFile, given_options, interruptible, kv_options, write_errors
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _MULTIPLE_OF = 64
 )
 @click.option(
     "--digest", type=Choice(["both", "on", "off"]), default="both", show_default=True,
-    help="Whether pages carry a keyed BLAKE3 digest that the reader verifies.",
+    help="Whether pages carry a keyed BLAKE3 digest that the reader verifies. Not for module:Class.",
 )  # fmt: skip
 @click.option(
     "--tls", "transports", multiple=True, metavar="UCX_TLS", default=["auto", "tcp"], show_default=True,
@@ -90,6 +90,7 @@ def command(
         choices = [_choice(name, named=bool(connectors), **connection) for name in connectors or CONNECTORS]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    _check_digest(choices)
     subjects = [
         (choice, "" if tls == "auto" else tls, num_blocks, block_bytes)
         for choice in choices
@@ -118,6 +119,15 @@ def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | Non
         kv_url = kv_url if name == "redis" else None
         kv_folder = kv_folder if name in ("shared_storage", "lmcache") else None
     return ConnectorChoice(name, kv_url, kv_folder, options)
+
+
+def _check_digest(choices: Sequence[ConnectorChoice]) -> None:
+    """Raises UsageError where --digest is given for a connector that this command cannot set it for."""
+    own = [choice.name for choice in choices if choice.name not in CONNECTORS]
+    if own and "digest" in [option.name for option in given_options(click.get_current_context())]:
+        raise click.UsageError(
+            f"--digest is for {', '.join(CONNECTORS)}; if {own[0]} has such an option, give it in --kv-options"
+        )
 
 
 def _is_installed(choice: ConnectorChoice) -> bool:

@@ -139,12 +139,17 @@ def test_without_a_redis_it_gives_the_command(monkeypatch: pytest.MonkeyPatch) -
         (["--digest", "maybe"], "allowed: both, on, off"),
         (["--kv-options", "["], "a map in YAML"),
         (["--kv-options", "{digest: false}"], "give digest by --digest"),
+        (["--connector", "my.pages:Store", "--digest", "on"], "if my.pages:Store has such an option, give it in"),
+        (
+            ["--connector", "nixl", "--connector", "my.pages:Store", "--digest", "both"],
+            "--digest is for shared_storage",
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_type(args: list[str], hint: str) -> None:
     status, output = bench(*args)
     assert status == 2
-    assert hint in output
+    assert hint in " ".join(output.split())
 
 
 def test_help_teaches() -> None:
@@ -233,9 +238,11 @@ def test_a_third_partys_connector_is_measured_without_a_ceiling(tmp_path: Path) 
         "kv_transfer.stores.files:SharedStorageConnector",
         options={"path": str(tmp_path), "digest": False},
     )
-    result = measure(medium, Shape(2, 4096), digests=["off"], num_rounds=2, progress=print)
-    assert result.share(result.figures[0]) is None
-    assert "digests off" in "\n".join(table(result))
+    result = measure(medium, Shape(2, 4096), digests=["off", "on"], num_rounds=2, progress=print)
+    (figures,) = result.figures
+    assert (figures.way, len(figures.all_blocks_s)) == ("connector", 2)
+    assert result.share(figures) is None
+    assert "digests" not in "\n".join(table(result))
 
 
 def test_shares_are_ratios_of_medians() -> None:

@@ -236,6 +236,17 @@ def test_a_folder_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_
     assert f"mkdir -p {tmp_path / 'nowhere'}" in finding.text
 
 
+def test_digests_are_reported_where_they_are_known(tmp_path: Path) -> None:
+    own: dict[str, str | int | float | bool] = {"path": str(tmp_path), "digest": False}
+    for name, options, text in (
+        ("kv_transfer.stores.files:SharedStorageConnector", own, " read and compared at "),
+        ("shared_storage", {"digest": False}, " read and compared (digests off) at "),
+    ):
+        finding = findings(name, options=options)[0]
+        assert finding.verdict == "ok"
+        assert text in finding.text
+
+
 def test_options_that_are_secrets_are_not_repeated() -> None:
     choice = ConnectorChoice("no.such:Thing", options={"api_token": "t0ps3cret", "password_file": "/run/pw"})
     assert (
