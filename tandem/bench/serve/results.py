@@ -48,6 +48,11 @@ class Results:
     """Why it ended early; empty if it did not."""
     started_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether a measured request was sent."""
+        return any(point.report.num_requests for point in self.points)
+
 
 def write_json(path: Path, results: Results, *, with_records: bool) -> None:
     """Writes `results` to `path`, which may be a pipe. Raises OSError."""

@@ -242,10 +242,11 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def write_json(path: Path, results: Sequence[Result]) -> None:
-    """All figures, of each round too, the versions and the machine."""
+def write_json(path: Path, results: Sequence[Result], *, is_partial: bool) -> None:
+    """All figures, of each round too, the versions and the machine. Partial: results are missing."""
     content = {
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "partial": is_partial,
         "versions": versions(),
         "machine": machine(),
         "results": [_as_dict(result) for result in results],

@@ -312,7 +312,7 @@ async def _measure(endpoint: Endpoint, options: ServeOptions, sweep: Sweep) -> t
     if results.points:
         display.show([f"output tokens are counted {results.counting}", *late_warning(results.points)])
     if results.stopped_by:
-        measured = "figures until then" if results.points else "nothing was measured"
+        measured = "figures until then" if results.has_figures else "nothing was measured"
         echo_or_drop(f"PARTIAL, stopped: {results.stopped_by}; {measured}")
     return results, not display.problem
 
@@ -336,12 +336,14 @@ def _stop_on_signals(results: Results) -> asyncio.Event:
 
 
 def _write(results: Results, json_file: Path | None, save_requests: bool, plots_folder: Path | None) -> None:
-    """Raises ClickException for a file that cannot be written."""
+    """Without figures the files of an earlier run stay. Raises ClickException for a file that cannot be written."""
+    if not results.has_figures:
+        return
     with write_errors():
         if json_file is not None:
             write_json(json_file, results, with_records=save_requests)
             echo_or_drop(f"written: {json_file}")
-        if plots_folder is not None and results.points:
+        if plots_folder is not None:
             from tandem.bench.serve.plots import write_plots
 
             for path in write_plots(results, plots_folder):

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.errors import to_install
-from tandem.commands.options import Choice, IntRange, OutputFile, given_options, interruptible, kv_options, write_errors
+from tandem.commands.options import (
+    Choice,
+    IntRange,
+    OutputFile,
+    echo_or_drop,
+    given_options,
+    interruptible,
+    kv_options,
+    write_errors,
+)
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options
 
 if TYPE_CHECKING:
@@ -72,7 +81,7 @@ def command(
     One process offers blocks and this one reads them: through the connector without digests, with them, and raw, by the
     plainest loop that the medium allows (read the files, GET on one connection, a bare nixl read). The ways alternate
     within each round and every byte is compared: load on the machine lowers GB/s, but hardly the shares of raw. All
-    files, keys and processes are removed; Ctrl-C ends it at once.
+    files, keys and processes are removed; Ctrl-C ends it at once, and --json gets what was measured.
 
     \b
     Examples:
@@ -99,16 +108,23 @@ def command(
         for block_bytes in block_sizes
         for num_blocks in block_counts
     ]
-    with interruptible():
-        results, num_failed = _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds)
-    if json_file is not None and results:
-        from tandem.bench.transfer.measure import write_json
-
-        with write_errors():
-            write_json(json_file, results)
-        click.echo(f"written: {json_file}")
-    if num_failed or not results:
+    results: list[Result] = []
+    try:
+        with interruptible():
+            _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds, results)
+    finally:
+        if json_file is not None and results:
+            _write(json_file, results, is_partial=len(results) < len(subjects))
+    if not results or len(results) < len(subjects):
         raise click.exceptions.Exit(1)
+
+
+def _write(json_file: Path, results: Sequence[Result], *, is_partial: bool) -> None:
+    from tandem.bench.transfer.measure import write_json
+
+    with write_errors():
+        write_json(json_file, results, is_partial=is_partial)
+    echo_or_drop(f"written: {json_file}")
 
 
 def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | None, options: Options) -> ConnectorChoice:
@@ -145,9 +161,12 @@ def _is_installed(choice: ConnectorChoice) -> bool:
 
 
 def _measure_all(
-    subjects: Sequence[tuple[ConnectorChoice, str, int, int]], digests: Sequence[str], num_rounds: int
-) -> tuple[list[Result], int]:
-    """Prints each table as soon as it is measured. Returns the results and the number of failed measurements.
+    subjects: Sequence[tuple[ConnectorChoice, str, int, int]],
+    digests: Sequence[str],
+    num_rounds: int,
+    results: list[Result],
+) -> None:
+    """Adds the results of those that do not fail to `results`, and prints each table, as soon as it is measured.
 
     A subject is a connector, UCX_TLS, a number of blocks and the bytes of each.
     """
@@ -157,8 +176,6 @@ def _measure_all(
     from tandem.bench.transfer.measure import LEGEND, measure, table
     from tandem.bench.transfer.media import medium_of
 
-    results: list[Result] = []
-    num_failed = 0
     for choice, tls, num_blocks, block_bytes in subjects:
         medium = medium_of(choice, tls=tls)
         progress = _ProgressLine(medium.name)
@@ -167,7 +184,6 @@ def _measure_all(
             result = measure(medium, shape, digests=digests, num_rounds=num_rounds, progress=progress.show)
         except (EngineError, StoreError, TransferFailed, OSError) as error:
             progress.clear()
-            num_failed += 1
             click.echo(choice.redacted(f"{medium.name}: failed: {error}") + "; run tandem doctor for details\n")
             continue
         progress.clear()
@@ -175,7 +191,6 @@ def _measure_all(
         click.echo(choice.redacted("\n".join(table(result))) + "\n")
     if results:
         click.echo(LEGEND)
-    return results, num_failed
 
 
 class _ProgressLine:

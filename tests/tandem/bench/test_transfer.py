@@ -52,7 +52,9 @@ def test_shared_storage_is_measured_next_to_reading_its_files_also_beside_a_conn
     assert "no.such:Thing: failed: kv_connector: cannot import" in output
     for part in ("digests off", "digests on", "raw: read the files", "of raw", "80%", "50%"):
         assert part in output
-    (result,) = json.loads((tmp_path / "j").read_text())["results"]
+    written = json.loads((tmp_path / "j").read_text())
+    assert written["partial"]
+    (result,) = written["results"]
     assert [way["way"] for way in result["ways"]] == ["off", "on", "raw: read the files"]
     assert all(len(way["all_blocks_s"]) == 3 for way in result["ways"])
     assert result["ways"][2]["share_of_raw"] == 1.0
@@ -191,6 +193,29 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("interrupted_at", [4, 2])
+def test_ctrl_c_keeps_the_results_before_it_and_without_any_the_earlier_file(
+    interrupted_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(medium: Medium, shape: Shape, **options: Any) -> Result:
+        if shape.num_blocks == interrupted_at:
+            signal.raise_signal(signal.SIGINT)
+        return measure(medium, shape, **options)
+
+    monkeypatch.setattr("tandem.bench.transfer.measure.measure", interrupted)
+    file = tmp_path / "j"
+    file.write_text("earlier")
+    storage = ("--connector", "shared_storage", "--kv-folder", str(tmp_path), "--digest", "off")
+    status, output = bench(*storage, "--blocks", "2", "--json", str(file))
+    assert status == 130, output
+    if interrupted_at == 4:
+        assert file.read_text() == "earlier"
+    else:
+        written = json.loads(file.read_text())
+        assert written["partial"]
+        assert [result["num_blocks"] for result in written["results"]] == [4]
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers) -> None:

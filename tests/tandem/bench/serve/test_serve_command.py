@@ -343,9 +343,17 @@ def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers)
     assert asyncio.run(handler()) is ignored_hangup
 
 
-async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None:
+def earlier_files(folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """A file of figures, and the options by which another run would replace it."""
+    file = folder / "j"
+    file.write_text("earlier")
+    return file, ("--json", str(file), "--plots", str(folder / "plots"))
+
+
+async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured_and_replaces_no_file(tmp_path: Path) -> None:
+    file, options = earlier_files(tmp_path)
     async with FakeTandem(Behaviour(hang_at=0)) as server, asyncio.timeout(GUARD_S):
-        process = await started("--address", server.address)
+        process = await started("--address", server.address, *options)
         while server.in_flight < 4:
             assert process.returncode is None
             await asyncio.sleep(0.02)
@@ -353,13 +361,32 @@ async def test_ctrl_c_in_the_warm_up_reports_that_nothing_was_measured() -> None
         output, errors = await process.communicate()
     assert process.returncode == 130, errors
     assert "PARTIAL, stopped: Ctrl-C; nothing was measured" in output.decode()
+    assert file.read_text() == "earlier"
+    assert not (tmp_path / "plots").exists()
+
+
+async def test_ctrl_c_before_the_first_request_replaces_no_file(tmp_path: Path) -> None:
+    file, options = earlier_files(tmp_path)
+    async with FakeTandem() as server, asyncio.timeout(GUARD_S):
+        process = await started(
+            "--address", server.address, "--rate", "0.001", "--num-requests", "1", "--warm-up", "0", *options
+        )
+        assert process.stderr is not None
+        while b"1 requests" not in await process.stderr.readline():
+            assert process.returncode is None
+        process.send_signal(signal.SIGINT)
+        output, errors = await process.communicate()
+    assert process.returncode == 130, errors
+    assert "nothing was measured" in output.decode()
+    assert (server.num_requests, file.read_text()) == (0, "earlier")
 
 
 @pytest.mark.parametrize(("number", "name"), SIGNALS)
-async def test_a_signal_ends_the_planning_of_a_long_load(number: int, name: str) -> None:
+async def test_a_signal_ends_the_planning_of_a_long_load(number: int, name: str, tmp_path: Path) -> None:
+    file, options = earlier_files(tmp_path)
     async with FakeTandem() as server, asyncio.timeout(GUARD_S):
         process = await started(
-            "--address", server.address, "--rate", "inf", "--num-requests", "1000000", "--prompt-len", "1000"
+            "--address", server.address, "--rate", "inf", "--num-requests", "1000000", "--prompt-len", "1000", *options
         )
         assert process.stdout is not None
         assert b"seed" in await process.stdout.readline()
@@ -367,7 +394,7 @@ async def test_a_signal_ends_the_planning_of_a_long_load(number: int, name: str)
         output, errors = await process.communicate()
     assert process.returncode == 130, errors
     assert f"PARTIAL, stopped: {name}; nothing was measured" in output.decode()
-    assert server.num_requests == 0
+    assert (server.num_requests, file.read_text()) == (0, "earlier")
 
 
 def test_the_limit_on_concurrency_reaches_the_load(serve: Serve) -> None:
