@@ -204,13 +204,15 @@ def _grpc_endpoint(options: ServeOptions, credentials: Credentials | None) -> En
 
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
-    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
+    """The last one of each name, whatever its case; OPENAI_API_KEY's comes first."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"authorization": ("Authorization", f"Bearer {key}")} if key else {}
     for header in given:
         name, colon, value = header.partition(":")
         if not colon or not name.strip():
             raise InvalidOption(f"--header {header!r}: write 'Name: value'")
-        headers[name.strip()] = value.strip()
-    return headers
+        headers[name.strip().lower()] = (name.strip(), value.strip())
+    return dict(headers.values())
 
 
 def _extra_body(text: str | None) -> Mapping[str, Any]:

@@ -156,8 +156,10 @@ class FakeOpenAI(_Server):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        lines = [line.partition(": ") for line in head.splitlines()[1:] if line]
-        self.headers = {name.lower(): value for name, _, value in lines}
+        self.headers = {}
+        for name, _, value in (line.partition(": ") for line in head.splitlines()[1:] if line):
+            given = self.headers.get(name.lower())
+            self.headers[name.lower()] = value if given is None else f"{given}, {value}"
         body = json.loads(await reader.readexactly(int(self.headers.get("content-length", "0"))) or "{}")
         if head.startswith("GET /v1/models "):
             _respond(writer, 200, {"data": [{"id": "fake", "max_model_len": MAX_MODEL_LEN}]})

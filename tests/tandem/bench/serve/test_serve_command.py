@@ -120,6 +120,17 @@ def test_the_key_of_an_endpoint_is_sent_and_never_written(serve: Serve, tmp_path
     assert "hidden" not in output + errors + (tmp_path / "j").read_text()
 
 
+def test_a_header_replaces_the_one_of_the_same_name_in_any_case(serve: Serve) -> None:
+    server = serve(FakeOpenAI())
+    status, _, errors = bench(
+        "--url", server.url, "--vocab-size", "500", "--rate", "inf", "--num-requests", "1",
+        "--header", "authorization: Basic mine", "--header", "X-Of: 1", "--header", "x-of: 2", OPENAI_API_KEY="key",
+    )  # fmt: skip
+    assert status == 0, errors
+    assert server.headers["authorization"] == "Basic mine"
+    assert server.headers["x-of"] == "2"
+
+
 def test_a_token_is_sent_to_the_router(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("of-a-tenant\n")
     server = serve(FakeTandem())
