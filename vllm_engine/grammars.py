@@ -20,10 +20,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.core.messages import ErrorKind
 from engine.sampling.constraints import Constraint
 from engine.sampling.grammar import CompiledGrammar, GrammarCompiler
+from engine.scheduling.request import constraint_error
 
 _POLL_S = 0.02
-_State = str | None
-"""Of a constraint: None while it is compiled, then empty, or why there is no grammar."""
+State = tuple[str, ErrorKind | None] | None
+"""Of a constraint: None while it is compiled, then `_COMPILED`, or the error and its kind."""
+_COMPILED: State = "", None
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Constraint])
 
@@ -43,7 +45,7 @@ class HostGrammars:
         self.timeout_s = timeout_s
         self._constraints = constraints
         self._interrupt = interrupt
-        self._states: dict[Constraint, _State] = {}
+        self._states: dict[Constraint, State] = {}
         """The answer to the last question."""
         self._question: asyncio.Task[None] | None = None
         """The last one, or the next while something is compiled."""
@@ -52,13 +54,16 @@ class HostGrammars:
         """Until every worker has its grammar; or the error."""
         try:
             async with asyncio.timeout(self.timeout_s):
-                while (problem := self._states.get(constraint)) is None:
+                while (state := self._states.get(constraint)) is None:
                     if self._question is None or self._question.done():
                         self._question = asyncio.create_task(self._ask())
                     await asyncio.shield(self._question)
         except TimeoutError:
             return "the constraint was not compiled in time", "no_room"
-        return (problem, "invalid_constraint") if problem else None
+        error, kind = state
+        if kind == "no_room":  # at that moment
+            self._states.pop(constraint, None)
+        return None if kind is None else (error, kind)
 
     async def _ask(self) -> None:
         if None in self._states.values():
@@ -66,15 +71,17 @@ class HostGrammars:
         constraints = list(self._constraints())
         self._states = {constraint: self._states.get(constraint) for constraint in constraints}  # others are dropped
         self._interrupt()
-        answers = await self._engine.collective_rpc("tandem_compile", args=(_encoder.encode(constraints),))
+        found = await self._engine.collective_rpc("tandem_compile", args=(_encoder.encode(constraints),))
+        answers = msgspec.convert(found, list[list[State]])  # vLLM makes lists of tuples
         self._states = {constraint: _common(states) for constraint, *states in zip(constraints, *answers, strict=True)}
         if None in self._states.values():  # though no request may wait any more: then this cancels its compilation
             self._question = asyncio.create_task(self._ask())
 
 
-def _common(states: Sequence[_State]) -> _State:
+def _common(states: Sequence[State]) -> State:
     """Of several workers."""
-    return next(filter(None, states), None if None in states else "")
+    failed = (state for state in states if state is not None and state[1] is not None)
+    return next(failed, None if None in states else _COMPILED)
 
 
 class WorkerGrammars:
@@ -84,19 +91,25 @@ class WorkerGrammars:
         self._compiler = GrammarCompiler(folder, vocab_size, wake=lambda: None)
         self._kept: dict[Constraint, CompiledGrammar] = {}
 
-    def compile(self, constraints: bytes) -> list[_State]:
+    def compile(self, constraints: bytes) -> list[State]:
         """The state of each of `constraints`, a list of Constraint as msgpack. Does not block."""
         self._kept = {one: self.grammar(one) for one in _decoder.decode(constraints)}
         self._compiler.keep(set(self._kept.values()))
-        return [_state(grammar) for grammar in self._kept.values()]
+        states = {one: _state(grammar) for one, grammar in self._kept.items()}
+        for one, state in states.items():
+            if state is not None and state[1] == "no_room":
+                del self._kept[one]  # the next question tries it again
+        return [*states.values()]
 
     def grammar(self, constraint: Constraint) -> CompiledGrammar:
         """Compiled, if the host has asked for it."""
         return self._kept.get(constraint) or self._compiler.compiled(constraint)
 
 
-def _state(grammar: CompiledGrammar) -> _State:
-    return str(grammar.exception() or "") if grammar.done() else None
+def _state(grammar: CompiledGrammar) -> State:
+    if not grammar.done():
+        return None
+    return _COMPILED if (error := grammar.exception()) is None else constraint_error(error)
 
 
 worker_grammars = functools.cache(WorkerGrammars)

@@ -10,7 +10,7 @@ import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from vllm_engine.connector import VllmKVConnector
-from vllm_engine.grammars import worker_grammars
+from vllm_engine.grammars import State, worker_grammars
 from vllm_engine.kv_messages import KVSetup
 from vllm_engine.requests import read_sampled_request
 
@@ -43,7 +43,7 @@ class WorkerFacts:
         found = (read_sampled_request(state.sampling_params) for state in self.model_runner.requests.values())
         return [sampled.request.request_id for sampled in found if sampled is not None]
 
-    def tandem_compile(self, constraints: bytes) -> list[str | None]:
+    def tandem_compile(self, constraints: bytes) -> list[State]:
         """See WorkerGrammars.compile."""
         model = self.model_config
         return worker_grammars(Path(model.model), model.get_vocab_size()).compile(constraints)

@@ -19,9 +19,9 @@ from engine.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "hand_over", "error"]
 ErrorKind = Literal["no_room", "too_large", "timeout", "id_in_use", "nothing_allowed", "invalid_constraint"]
-"""No blocks were freed, no constraint compiled, or no step began the prompt, in time; more blocks needed than exist; KV
-or seed did not arrive in time; KV of an earlier request with this id is still transferred; the request's own parameters
-exclude every token; its constraint cannot be compiled."""
+"""No blocks were freed, no constraint compiled, or no step began the prompt, in time, or the machine lacks what
+compiling takes; more blocks needed than exist; KV or seed did not arrive in time; KV of an earlier request with this id
+is still transferred; the request's own parameters exclude every token; its constraint cannot be compiled."""
 
 
 class HoldKV(msgspec.Struct, frozen=True, kw_only=True):

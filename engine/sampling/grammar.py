@@ -1,7 +1,8 @@
 """Compiled constraints, and the masks that they put on the next tokens of requests. The library is xgrammar.
 
     Constraint ─▶ queued ─▶ compiling, on a thread ─▶ compiled, cached ─▶ a matcher per request ─▶ a mask per token
-                    │           └─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
+                    │           ├─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
+                    │           └─▶ CapacityError: no file, memory or thread at the moment; the next request tries again
                     └─no request waits for it─▶ cancelled
 
 The state of a matcher is a pure function of the request's output ids: a request that was preempted, handed over or
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.openmp import Launcher, launcher
-from engine.errors import InvalidRequest
+from engine.errors import CapacityError, InvalidRequest
 from engine.machine import useful_threads
 from engine.sampling.constraints import INSTALL_XGRAMMAR, MAX_WHITESPACE, Constraint, has_xgrammar
 from engine.sampling.grammar_kernels import exclude_address
@@ -88,15 +89,23 @@ class GrammarCompiler:
         """Those whose compilation `keep` has not yet seen end."""
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
-        """The grammar of `constraint`, at once if it is cached. Its exception is InvalidRequest."""
+        """The grammar of `constraint`, at once if it is cached. Its exception is InvalidRequest or CapacityError."""
         found = self._cache.get(constraint)
         if found is None or (found.done() and found.exception() is not None):
             self._drop_oldest()
-            found = self._threads.submit(self._library.compile, constraint)
+            found = self._submit(constraint)
             self._cache[constraint] = self._pending[constraint] = found
             found.add_done_callback(lambda _: self._wake())
         self._cache.move_to_end(constraint)
         return found
+
+    def _submit(self, constraint: Constraint) -> CompiledGrammar:
+        try:
+            return self._threads.submit(self._library.compile, constraint)
+        except RuntimeError as error:  # at a limit on threads
+            failed = Future[Grammar]()
+            failed.set_exception(CapacityError(f"no thread can be started to compile the constraint: {error}"))
+            return failed
 
     def keep(self, wanted: Container[object]) -> None:
         """Cancel the compilations that have not begun and are not `wanted`."""
@@ -122,12 +131,13 @@ class GrammarCompiler:
 def _prepare_thread(library: _Library) -> None:
     """Imports and Python code come first: they hold the interpreter, and at low priority on a busy machine would stop
     the steps for seconds. An error raised here would break the pool, and with its next constraint the step loop."""
-    with suppress(InvalidRequest):  # every constraint raises it again
+    with suppress(Exception):  # every constraint raises it again
         library.compilers()
     with suppress(OSError):  # not every sandbox allows it
         niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-    _exclude_launcher()  # it is compiled here, not in a step
+    with suppress(Exception):  # the step that needs it raises it again
+        _exclude_launcher()  # it is compiled here, not in a step
 
 
 class _Compiler(NamedTuple):
@@ -151,7 +161,7 @@ class _Library:
         self._num_failed_bytes = 0
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Raises InvalidRequest with xgrammar's own words."""
+        """Raises InvalidRequest with xgrammar's own words, or CapacityError."""
         kind, source, limits_whitespace, is_json = constraint
         compiler, textless_ids, whitespace = self.compilers()[is_json]
         try:
@@ -166,6 +176,8 @@ class _Library:
                     compiled = compiler.compile_structural_tag(source)
         except Exception as error:  # RuntimeError for all kinds of reasons, but nothing promises it
             self._forget_failed(len(source))
+            if isinstance(error, OSError | MemoryError):
+                raise _lacking(error) from None
             raise InvalidRequest(kind, _reason(error)) from None
         return Grammar(compiled, textless_ids, whitespace if limits_whitespace else None)
 
@@ -177,25 +189,38 @@ class _Library:
                 one.compiler.clear_cache()
 
     def compilers(self) -> dict[bool, _Compiler]:
-        """Those for JSON and for other text, made by the first call. Raises InvalidRequest."""
+        """Those for JSON and for other text, made by the first call. Raises InvalidRequest or CapacityError."""
         with self._lock:
             if self._problem is not None:
                 raise self._problem
             if not self._compilers:
-                if not has_xgrammar():
-                    raise InvalidRequest(
-                        "constraint", f"requires xgrammar, which is not installed: {INSTALL_XGRAMMAR}", "no constraint"
-                    )
-                vocabulary = read_vocabulary(self._folder, self._vocab_size)
-                if vocabulary is None:
-                    raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
                 try:
-                    self._compilers = {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
-                except Exception as error:  # a library that cannot be loaded, a vocabulary that xgrammar rejects
-                    reason = str(error)[:_MAX_ERROR_CHARS]
-                    self._problem = InvalidRequest("constraint", f"xgrammar fails: {reason}", "no constraint")
-                    raise self._problem from error
+                    self._compilers = self._made()
+                except (OSError, MemoryError) as error:
+                    raise _lacking(error) from error
             return self._compilers
+
+    def _made(self) -> dict[bool, _Compiler]:
+        if not has_xgrammar():
+            problem = f"requires xgrammar, which is not installed: {INSTALL_XGRAMMAR}"
+            raise InvalidRequest("constraint", problem, "no constraint")
+        vocabulary = read_vocabulary(self._folder, self._vocab_size)
+        if vocabulary is None:
+            raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
+        try:
+            return {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # a library that cannot be loaded, a vocabulary that xgrammar rejects
+            reason = str(error)[:_MAX_ERROR_CHARS]
+            self._problem = InvalidRequest("constraint", f"xgrammar fails: {reason}", "no constraint")
+            raise self._problem from error
+
+
+def _lacking(error: OSError | MemoryError) -> CapacityError:
+    """Of what the machine lacks for a moment, such as memory, descriptors or a disk that answers."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "no memory is left"
+    return CapacityError(f"the constraint cannot be compiled at the moment: {reason[:_MAX_ERROR_CHARS]}")
 
 
 def _compiler(vocabulary: Vocabulary, *, is_json: bool) -> _Compiler:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.messages import EngineRequest, ErrorKind, FinishReason
+from engine.errors import CapacityError
 from engine.scheduling import step_budget
 from engine.scheduling.block_hash import extend_block_hashes, root_hash
 from engine.scheduling.step_budget import Prompt, Stream
@@ -28,6 +29,11 @@ class RequestStatus(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"  # blocks released; resumes from what the prefix cache still has
     FINISHED = "finished"
+
+
+def constraint_error(error: BaseException) -> tuple[str, ErrorKind]:
+    """That of a request whose constraint could not be compiled because of `error`."""
+    return str(error), "no_room" if isinstance(error, CapacityError) else "invalid_constraint"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -178,6 +184,11 @@ class Request:
     def planned(self, now: float) -> Prompt:
         """Of a prompt, what is left to compute, and in what time."""
         return Prompt(self.num_uncomputed_tokens, self.arrived_s + self.ttft_s - now)
+
+    def constraint_failure(self) -> tuple[str, ErrorKind] | None:
+        """The error of a request whose constraint could not be compiled."""
+        error = self.grammar.exception() if self.grammar is not None and self.grammar.done() else None
+        return None if error is None else constraint_error(error)
 
     def nothing_allowed(self) -> tuple[str, ErrorKind]:
         """The error of a request for which no token could be sampled."""

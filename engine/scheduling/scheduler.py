@@ -81,9 +81,8 @@ class Scheduler:
         """Queue the requests whose grammar has been compiled, at a pace that running streams bear; end those whose
         constraint has none. Called before each step."""
         for request in list(self.compiling.values()):
-            error = request.grammar.exception() if request.grammar and request.grammar.done() else None
-            if error is not None:
-                self._fail(request, str(error), "invalid_constraint")
+            if (failure := request.constraint_failure()) is not None:
+                self._fail(request, *failure)
         compiled = [request for request in self.compiling.values() if request.is_compiled]
         prompts = (0 if request.awaits_kv else request.num_uncomputed_tokens for request in compiled)
         num_streams = sum(not request.is_prompt for request in self.running)

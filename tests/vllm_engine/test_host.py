@@ -26,7 +26,7 @@ from engine.core.messages import (
     TokensEvent,
     TransferEvent,
 )
-from engine.errors import InvalidRequest
+from engine.errors import CapacityError, InvalidRequest
 from engine.sampling.constraints import Constraint
 from engine.sampling.params import SamplingParams
 from tests.instance.scripted_core import INFO
@@ -76,6 +76,8 @@ class _Vllm:
     def __init__(self, grammars: Any) -> None:
         self.received: list[str] = []
         self.release = threading.Event()
+        self.lacks: str | None = None
+        """The regex for which there is no memory."""
         self.compiled = list[str]()
         """By the last worker."""
         self.workers = [grammars.WorkerGrammars(Path(), 100) for _ in range(2)]
@@ -84,6 +86,8 @@ class _Vllm:
         self.num_threads = self.workers[0]._compiler._threads._max_workers
 
     def _compile(self, number: int, constraint: Constraint) -> Any:
+        if constraint.source == self.lacks:
+            raise CapacityError("no memory")
         assert self.release.wait(60)
         if constraint.source == "none":
             raise InvalidRequest("regex", "is none")
@@ -186,6 +190,31 @@ async def test_a_constraint_without_a_grammar_ends_its_request(make_rig: Any) ->
     [event] = rig.events
     assert (event.request_id, event.error_kind, event.error) == ("fails", "invalid_constraint", "regex: is none")
     assert "fails" not in rig.vllm.received
+
+
+async def test_what_a_worker_lacks_for_a_moment_ends_one_request(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another constraint is compiled, and the workers are asked again and again."""
+    monkeypatch.setattr("engine.sampling.grammar.useful_threads", lambda: 3)
+    rig = make_rig()
+    assert rig.vllm.num_threads == 2
+    rig.vllm.lacks = "[a-z]+"
+    await rig.queue(busy="a0")
+    rig.add(fails="[a-z]+")
+    await until(lambda: rig.events)
+    [event] = rig.events
+    assert (event.request_id, event.error_kind, event.error) == ("fails", "no_room", "no memory")
+    rig.vllm.lacks = None
+    rig.vllm.release.set()
+
+    def has_ended(request_id: str) -> bool:
+        return request_id in {*rig.vllm.received, *(event.request_id for event in rig.events)}
+
+    for number in range(3):  # each of the two workers may have a failure that it has not yet reported
+        rig.add(**{f"next{number}": "[a-z]+"})
+        await until(partial(has_ended, f"next{number}"))
+    assert "next2" in rig.vllm.received
 
 
 async def test_a_request_whose_grammar_takes_too_long_ends(make_rig: Any) -> None:

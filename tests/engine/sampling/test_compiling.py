@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -9,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,11 +20,12 @@ from engine.config import EngineConfig
 from engine.core import core as core_module
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, TokensEvent
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import CapacityError, EngineError, InvalidRequest
 from engine.sampling import grammar
 from engine.sampling.constraints import Constraint
 from engine.sampling.grammar import Grammar, GrammarCompiler, _Library
 from tests.engine.sampling.grammar_cores import END, gathered, grammar_checkpoint
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +229,76 @@ def test_constraints_that_cannot_be_compiled_fill_no_memory(checkpoint: Path) ->
         with pytest.raises(InvalidRequest, match="not defined"):
             library.compile(Constraint("grammar", f"root ::= foo{number}".ljust(2**16)))
     assert compiler.get_cache_size_bytes() == 0
+
+
+def ended_with(core: EngineCore, constraint: str) -> tuple[str | None, str]:
+    """Kind and text of the error with which a request with this regex ends."""
+    params = SamplingParams(regex=constraint, max_tokens=4)
+    core.handle(AddRequest(EngineRequest(request_id="fails", prompt_token_ids=[1, 2], params=params)))
+    events: list[Any] = []
+
+    def has_ended() -> bool:
+        events.extend(core.step())
+        return bool(events)
+
+    wait_until(has_ended)
+    [event] = events
+    assert (event.request_id, event.finish_reason) == ("fails", "error")
+    return event.error_kind, event.error
+
+
+def assert_compiles(core: EngineCore, regex: str) -> None:
+    params = SamplingParams(regex=regex, max_tokens=4)
+    spec = EngineRequest(request_id="runs", prompt_token_ids=[1, 2], params=params, eos_token_ids=(END,))
+    core.handle(AddRequest(spec))
+    assert len(gathered(core, 1)["runs"]) > 1
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError()], ids=repr)
+@pytest.mark.parametrize("place", ["read_vocabulary", "_compiler", "_exclude_launcher"])
+def test_what_the_machine_lacks_for_a_moment_ends_one_request_and_is_tried_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, place: str
+) -> None:
+    """While a compiling thread starts: an error there would break all of them for good."""
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar, place, Mock(side_effect=failure))
+        if place == "_exclude_launcher":
+            core._grammars.compiled(Constraint("regex", "ab")).result(60)
+        else:
+            kind, error = ended_with(core, "ab")
+            assert kind == "no_room"
+            reason = getattr(failure, "strerror", None) or "no memory is left"
+            assert error == f"the constraint cannot be compiled at the moment: {reason}"
+    assert_compiles(core, "ab")
+    assert_compiles(core, "ac")
+    core.shutdown()
+
+
+def test_a_constraint_that_takes_more_memory_than_there_is_may_be_tried_elsewhere(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _Library(checkpoint, 480)
+    compiler: Any = SimpleNamespace(compile_regex=Mock(side_effect=MemoryError))
+    failing = library.compilers()[False]._replace(compiler=compiler)
+    monkeypatch.setitem(library.compilers(), False, failing)
+    with pytest.raises(CapacityError, match="no memory is left"):
+        library.compile(Constraint("regex", "a+"))
+
+
+def test_a_thread_that_cannot_start_ends_one_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name.startswith("grammar"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_others)
+        kind, error = ended_with(core, "ab")
+    assert kind == "no_room"
+    assert error == "no thread can be started to compile the constraint: can't start new thread"
+    assert_compiles(core, "ab")
+    core.shutdown()
