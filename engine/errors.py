@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 _MAX_SHOWN = 64
 
 
@@ -18,6 +20,9 @@ def to_install(extra: str) -> str:
 
 class EngineError(Exception):
     """Base class of the engine's errors."""
+
+    may_pass = False
+    """Whether the same start may succeed later."""
 
 
 class InvalidRequest(EngineError):
@@ -49,10 +54,39 @@ class CapacityError(EngineError):
     """The request is valid but this engine has no room for it, now or ever; the message gives both sizes."""
 
 
+class EngineStartError(EngineError):
+    """The engine core has ended while it loaded, because of its settings or its model: the same start fails again."""
+
+
 class EngineDeadError(EngineError):
     """The engine core has ended; another instance can serve the request. `crashed`: without being shut down, so that
     the requests it was computing may be the cause."""
 
+    may_pass = True
+
     def __init__(self, message: str, *, crashed: bool = False) -> None:
         super().__init__(message)
         self.crashed = crashed
+
+
+CANNOT_START = 2
+"""Exit status of a core whose start failed, and would fail again; that of the services is the same."""
+_PASSING = {
+    getattr(errno, name) for name in ("EAGAIN", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "ESTALE")
+}
+"""Of the machine: no process, memory, descriptor or disk space is left, or a disk does not answer."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a start that failed with `error`, or with what `error` was raised from, may succeed later; not if its
+    settings, its model or its address are wrong."""
+    if isinstance(error, EngineError) and error.may_pass:
+        return True
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        return True
+    return error.__cause__ is not None and may_pass(error.__cause__)
+
+
+def start_status(error: BaseException) -> int:
+    """Exit status of a core that does not start because of `error`."""
+    return 1 if may_pass(error) else CANNOT_START

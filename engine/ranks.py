@@ -36,6 +36,8 @@ from engine.partition import Parallelism
 class RankLost(EngineError):
     """Another rank has ended: no step can be computed any more."""
 
+    may_pass = True
+
 
 class RankGroup(Protocol):
     """Ranks that divide the same layers. All call the same methods in the same order with tensors of one dtype."""

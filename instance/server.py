@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator
 
 from engine.core.async_engine import AsyncEngine
-from engine.errors import EngineError
+from engine.errors import EngineError, may_pass
 from engine.generation_config import GenerationDefaults
 from engine.sampling.constraints import CONSTRAINTS, has_xgrammar
 from engine.text.tokenizer import Tokenizer, missing_tokenizer, supports_constraints
@@ -313,7 +313,7 @@ def run_instance(settings: InstanceSettings, role: Role) -> int:
             return asyncio.run(_run(settings, role))
     except (EngineError, OSError, SettingsError) as error:
         _log.error("cannot start: %s", error)
-        return EXIT_CANNOT_START
+        return EXIT_FAILED if may_pass(error) else EXIT_CANNOT_START
 
 
 async def _run(settings: InstanceSettings, role: Role) -> int:

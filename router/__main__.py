@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import EngineError, may_pass
 from engine.text.tokenizer import missing_tokenizer
 from router.app import RouterApp
 from router.config import RouterSection, RouterSettings
@@ -25,6 +25,7 @@ from serving import logging as structured_logging
 from serving.lifecycle import (
     EXIT_CANNOT_START,
     EXIT_CUT_OFF,
+    EXIT_FAILED,
     EXIT_STOPPED,
     announce_ready,
     bind_to_parent,
@@ -58,7 +59,7 @@ def _run(settings: RouterSettings, serve: Callable[[RouterSettings], Coroutine[A
         lost_nothing = asyncio.run(serve(settings))
     except (OSError, SettingsError) as error:
         _log.error("cannot start: %s", error)
-        sys.exit(EXIT_CANNOT_START)
+        sys.exit(EXIT_FAILED if may_pass(error) else EXIT_CANNOT_START)
     except WorkersFailed as error:
         _log.error("%s", error)
         sys.exit(error.status)
@@ -98,7 +99,7 @@ def _model(section: RouterSection) -> ServedModel:
             reasoning_parser=section.reasoning_parser,
         )
     except (EngineError, OSError, ValueError) as error:
-        raise SettingsError(f"the model's folder: {error}") from None
+        raise SettingsError(f"the model's folder: {error}") from error
 
 
 def _check_folder(folder: Path) -> None:

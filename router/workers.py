@@ -73,7 +73,7 @@ class Ports:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind((host, port))
         except OSError as error:
-            raise OSError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from None
+            raise OSError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from error
         return format_address(host, held.getsockname()[1])
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Protocol
 
 EXIT_STOPPED = 0  # stopped on request; nothing was cut off
-EXIT_FAILED = 1  # ended by itself: the engine core died, or a bug
+EXIT_FAILED = 1  # ended by itself: the engine core died, the machine lacked something for the start, or a bug
 EXIT_CANNOT_START = 2  # unusable settings, model or address. A restart does not help.
 EXIT_CUT_OFF = 3  # stopped on request; awaited calls or KV were cut off, after the grace period or by a second signal
 

@@ -1,17 +1,22 @@
-"""Requests for which no token could be sampled: from vLLM's worker, which samples, to the host, which ends them.
+"""What fails in vLLM: a request for which no token could be sampled, or vLLM itself.
 
-vLLM has no channel for an error of one request. The worker appends to a file before the step's tokens leave it, so that
-the host, when it has a token, has the failure as well: it never emits a token that was not sampled.
+For a request, vLLM has no channel for an error from its worker, which samples, to the host, which ends it. The worker
+appends to a file before the step's tokens leave it, so that the host, when it has a token, has the failure as well: it
+never emits a token that was not sampled.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from engine.core.messages import ErrorKind
+from engine.errors import EngineDeadError, EngineError
 
 _FILE = "failed_requests"
+_KILLED = re.compile(r"Failed core proc\(s\): \{.*: -\d")
+"""vLLM's words at its start for a process that a signal has ended: its status is negative."""
 _Failure = tuple[str, ErrorKind | None]
 _NOTHING_ALLOWED: _Failure = "its parameters or its constraint exclude every token", "nothing_allowed"
 _NOT_FINITE: _Failure = "the model's logits are not finite: no token can be sampled", None
@@ -49,3 +54,14 @@ class FailedRequests:
 
     def forget(self, request_id: str) -> None:
         self._failures.pop(request_id, None)
+
+
+def start_error(error: Exception) -> EngineError:
+    """That of vLLM's start, which raised `error`: of its settings or its model, unless a signal has ended a process."""
+    kind = EngineDeadError if _KILLED.search(str(error)) else EngineError
+    return kind(f"vLLM does not start: {error}")
+
+
+def end_error(error: Exception) -> EngineError:
+    """That of a vLLM that has ended by itself."""
+    return EngineDeadError(f"vLLM has ended: {error}")

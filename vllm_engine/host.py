@@ -54,7 +54,7 @@ from engine.sampling.params import SamplingParams
 from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.begin_limits import BeginLimits
-from vllm_engine.failures import FailedRequests
+from vllm_engine.failures import FailedRequests, end_error, start_error
 from vllm_engine.grammars import HostGrammars
 from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
 from vllm_engine.load import LoadMeter, RequestCounts
@@ -96,7 +96,7 @@ def _start(config: EngineConfig, meter: LoadMeter) -> AsyncLLM:
     try:
         return AsyncLLM.from_engine_args(engine_arguments(config), stat_loggers=[lambda *_: meter])
     except (RuntimeError, ValueError, OSError) as error:
-        raise EngineError(f"vLLM does not start: {error}") from error
+        raise start_error(error) from error
 
 
 async def _warm_up(engine: AsyncLLM, info: EngineInfo) -> None:
@@ -184,7 +184,7 @@ class Host:
             for ended in done:
                 ended.result()
         except EngineDeadError as error:
-            raise EngineError(f"vLLM has ended: {error}") from error
+            raise end_error(error) from error
         finally:
             self._begin_limits.close()
             for task in (commands, heartbeat, reports, *(running.task for running in self._running.values())):
@@ -494,7 +494,7 @@ async def _connect(config: EngineConfig, engine: AsyncLLM, info: EngineInfo, add
     try:
         [name] = await engine.collective_rpc("tandem_connect", args=(msgspec.msgpack.encode(setup),))
     except EngineDeadError as error:
-        raise EngineError(f"vLLM has ended: {error}") from error
+        raise end_error(error) from error
     except Exception as error:  # vLLM's own, with the worker's as text
         raise EngineError(f"the KV connector cannot be used: {error}") from error
     return msgspec.structs.replace(info, kv_connector=name)

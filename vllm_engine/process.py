@@ -24,7 +24,7 @@ if __name__ == "__mp_main__":
 def main() -> None:
     """Run until `Shutdown`, the parent's death or vLLM's."""
     from engine.core.process import begin
-    from engine.errors import EngineError
+    from engine.errors import EngineError, start_status
     from vllm_engine.versions import require_vllm
 
     config, address = begin()
@@ -36,7 +36,7 @@ def main() -> None:
         asyncio.run(serve(config, address))
     except (EngineError, OSError) as error:
         print(f"engine core: {error}", file=sys.stderr, flush=True)  # noqa: T201  # the instance's log
-        os._exit(1)  # without waiting for vLLM's threads
+        os._exit(start_status(error))  # without waiting for vLLM's threads
     os._exit(0)
 
 

@@ -36,7 +36,15 @@ from engine.core.messages import (
     TokensEvent,
     TransferEvent,
 )
-from engine.errors import EngineDeadError, EngineError, InvalidRequest, shown
+from engine.errors import (
+    CANNOT_START,
+    EngineDeadError,
+    EngineError,
+    EngineStartError,
+    InvalidRequest,
+    may_pass,
+    shown,
+)
 from engine.imports import child_environment
 
 _TICK_S = 0.25
@@ -98,14 +106,15 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> AsyncEngine:
-        """Start a core and wait until its model is loaded. Raises EngineDeadError if it ends instead."""
+        """Start a core and wait until its model is loaded. Raises EngineStartError if it ends instead because of its
+        settings or its model, EngineDeadError if it ends otherwise; what ProcessLink.start raises."""
         link = await ProcessLink.start(config)
         first = asyncio.ensure_future(link.receive())
         dead = asyncio.ensure_future(link.wait_dead())
         try:
             await asyncio.wait([first, dead], return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
-                raise EngineDeadError(dead.result())
+                raise (EngineStartError if link.status == CANNOT_START else EngineDeadError)(dead.result())
             info = first.result()
         except BaseException:
             await link.close()
@@ -253,7 +262,8 @@ class ProcessLink:
 
     @classmethod
     async def start(cls, config: EngineConfig) -> ProcessLink:
-        """Spawn the process and send it its configuration. Raises EngineError for an interpreter that cannot be run.
+        """Spawn the process and send it its configuration. Raises EngineError for an interpreter that cannot be run,
+        OSError where the machine lacks something.
 
         Waiting threads spin only on dedicated cores: on shared ones spinning makes a step 5 to 10 times as long
         (benchmarks/LOG.md).
@@ -279,6 +289,8 @@ class ProcessLink:
                 },
             )
         except OSError as error:
+            if may_pass(error):
+                raise OSError(error.errno, f"the engine core's process cannot be started: {error.strerror}") from error
             raise EngineError(f"engine.python: {python} cannot be run: {error.strerror}") from error
         finally:
             if process is None:
@@ -298,6 +310,11 @@ class ProcessLink:
     async def receive(self) -> CoreMessage:
         message: CoreMessage = self._decoder.decode(await self._socket.recv())
         return message
+
+    @property
+    def status(self) -> int | None:
+        """With which the process has ended; None: it runs."""
+        return self._process.returncode
 
     async def wait_dead(self) -> str:
         status = await self._process.wait()

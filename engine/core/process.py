@@ -2,7 +2,7 @@
 
 The configuration is one msgpack message on standard input, which stays open while the parent lives: its end tells the
 core that the parent is dead, whatever killed it, and the core exits. The parent notices the core's death by waiting for
-the process.
+the process. Exit status 2: settings or model are wrong, and the same start fails again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, start_status
 from engine.machine import place_process, set_up_process, start_up_heap
 
 
@@ -52,7 +52,8 @@ def _run(config: EngineConfig, address: str) -> None:
         try:
             core = EngineCore(config, mailbox.wake)
         except (EngineError, OSError) as error:
-            sys.exit(f"engine core: {error}")  # the user's to fix; a bug keeps its traceback
+            sys.stderr.write(f"engine core: {error}\n")  # a bug keeps its traceback, and has status 1
+            sys.exit(start_status(error))
     status = 1
     try:
         run_core(core, mailbox)

@@ -184,7 +184,7 @@ class MultiprocessExecutor:
         answers = [(worker, worker.answer()) for worker in self._workers]
         for worker, answer in answers:
             if answer is not None and answer.error is not None:
-                raise EngineError(f"rank {worker.rank}: {answer.error}")
+                raise (RankLost if answer.may_pass else EngineError)(f"rank {worker.rank}: {answer.error}")
         for worker, answer in answers:
             if answer is None:
                 worker.process.wait()

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import CapacityError, EngineError
+from engine.errors import CapacityError, EngineError, may_pass
 from engine.machine import place_process, set_up_process, start_up_heap
 
 _PR_SET_PDEATHSIG = 1
@@ -47,6 +47,8 @@ class Ready(msgspec.Struct, frozen=True):
     ends."""
 
     error: str | None = None
+    may_pass: bool = False
+    """Of a rank that could not load: whether another start may succeed."""
 
 
 def main() -> None:
@@ -68,7 +70,7 @@ def main() -> None:
         try:
             worker = Worker(start)
         except (EngineError, OSError) as error:
-            _answer(pipe, Ready(str(error)))
+            _answer(pipe, Ready(str(error), may_pass(error)))
             return
     _answer(pipe, Ready())
     decoder = msgspec.msgpack.Decoder(Message)

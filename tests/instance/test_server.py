@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import grpc.aio
@@ -18,10 +21,17 @@ from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
 from engine.errors import EngineError
 from instance import decoding
-from instance.config import InstanceSection
-from instance.server import InstanceServer, _run, serve
+from instance.config import EngineSection, InstanceSection
+from instance.server import InstanceServer, _run, run_instance, serve
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
-from serving.lifecycle import EXIT_CUT_OFF, EXIT_FAILED, EXIT_STOPPED, StopSignals, announce_ready
+from serving.lifecycle import (
+    EXIT_CANNOT_START,
+    EXIT_CUT_OFF,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    StopSignals,
+    announce_ready,
+)
 from serving.limits import LARGE_BYTES
 from tests.grpc_calls import next_message
 from tests.instance.rig import Rig, instance_request, model_folder, read_all, refusal, running, settings_of
@@ -277,3 +287,30 @@ async def test_a_ready_file_that_cannot_be_written_ends_the_core(folder: Path, m
     with pytest.raises(FileNotFoundError):
         await _run(settings, ROLE)
     assert core.closed
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("kill -9 $$", EXIT_FAILED), ("exit 1", EXIT_FAILED), ("exit 2", EXIT_CANNOT_START)]
+)
+def test_a_core_that_dies_while_it_loads_is_started_again_unless_its_settings_are_wrong(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, status: int
+) -> None:
+    (script := tmp_path / "python").write_text(f"#!/bin/sh\n{end}\n")
+    script.chmod(0o755)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr("instance.server.configure_logging", lambda settings: None)
+    assert run_instance(settings_of(folder, engine=EngineSection(python=str(script))), ROLE) == status
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.EAGAIN, EXIT_FAILED), (errno.EMFILE, EXIT_FAILED), (errno.ENOMEM, EXIT_FAILED),
+     (errno.ENOSPC, EXIT_FAILED), (errno.EADDRINUSE, EXIT_CANNOT_START), (errno.ENOENT, EXIT_CANNOT_START)],
+)  # fmt: skip
+def test_a_start_for_which_the_machine_lacks_something_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setattr("instance.server.configure_logging", lambda settings: None)
+    monkeypatch.setattr(AsyncEngine, "start", AsyncMock(side_effect=OSError(number, os.strerror(number))))
+    assert run_instance(settings_of(folder), ROLE) == status

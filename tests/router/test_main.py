@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc.aio
 import pytest
 
+from engine.errors import may_pass
 from protos.tandem.v1 import generation_pb2_grpc
-from router.__main__ import _model
+from router.__main__ import _model, _run
 from router.config import RouterSection, RouterSettings
+from router.request.validation import ServedModel
+from serving.lifecycle import EXIT_CANNOT_START, EXIT_FAILED
 from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
@@ -91,3 +97,29 @@ def test_a_damaged_file_of_the_model_is_an_error_of_the_settings(tmp_path: Path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(SettingsError, match=r"the model's folder: generation_config\.json of the checkpoint is not JS"):
         _model(RouterSection(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.EMFILE, EXIT_FAILED), (errno.ENOSPC, EXIT_FAILED), (errno.EADDRINUSE, EXIT_CANNOT_START)],
+)
+def test_a_start_for_which_the_machine_lacks_something_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    async def serve(_: RouterSettings) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("router.__main__.structured_logging.configure", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        _run(RouterSettings(router=RouterSection(model="m")), serve)
+    assert ended.value.code == status
+
+
+def test_a_model_folder_that_cannot_be_read_for_a_moment_is_no_wrong_setting(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(ServedModel, "from_folder", Mock(side_effect=full))
+    with pytest.raises(SettingsError, match="Too many open files") as caught:
+        _model(RouterSection(model=str(model_folder)))
+    assert may_pass(caught.value)

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
-from engine.errors import EngineDeadError
+from engine.errors import EngineStartError
 from tests.builders import lively_checkpoint
 from tests.files_below import files_below
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
@@ -82,6 +82,6 @@ async def test_a_prompt_longer_than_the_window_goes_on_as_without_a_hand_over(
 async def test_a_window_in_every_layer_is_rejected_by_name(
     vllm_config: EngineConfig, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(EngineDeadError):
+    with pytest.raises(EngineStartError):
         await AsyncEngine.start(config_of(vllm_config, folder, "mistral"))
     assert "a sliding window in every layer, are not handed over yet: --kv-connector null" in capfd.readouterr().err

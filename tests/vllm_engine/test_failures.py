@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from vllm_engine.failures import FailedRequests, FailureLog
+from engine.errors import CANNOT_START, start_status
+from vllm_engine.failures import FailedRequests, FailureLog, end_error, start_error
 
 
 def test_a_failure_is_seen_by_its_own_request_alone(tmp_path: Path) -> None:
@@ -44,3 +46,27 @@ def test_a_request_that_has_ended_is_forgotten(tmp_path: Path) -> None:
     assert failed.take("a")
     failed.forget("a")
     assert not failed.take("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lasting"),
+    [
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': -9}", False),
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': 1}", True),
+        ("max_model_len is -9", True),
+    ],
+)
+def test_a_start_that_a_signal_has_ended_may_succeed_later(text: str, is_lasting: bool) -> None:
+    error = start_error(RuntimeError(text))
+    assert str(error) == f"vLLM does not start: {text}"
+    assert start_status(error) == (CANNOT_START if is_lasting else 1)
+
+
+def test_an_end_of_vllm_is_no_error_of_its_settings() -> None:
+    assert start_status(end_error(RuntimeError("EngineCore encountered an issue"))) == 1
+
+
+def test_a_start_without_a_descriptor_may_succeed_later() -> None:
+    error = start_error(RuntimeError("none"))
+    error.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    assert start_status(error) == 1

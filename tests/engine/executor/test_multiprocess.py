@@ -20,7 +20,7 @@ import torch
 from engine import LLM, AsyncEngine, SamplingParams
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.messages import EngineRequest
-from engine.errors import CapacityError, EngineDeadError, EngineError, UnsupportedModel
+from engine.errors import CapacityError, EngineDeadError, EngineError, UnsupportedModel, may_pass
 from engine.executor.multiprocess import MultiprocessExecutor, _start_worker, make_executor
 from engine.executor.process import Start
 from engine.executor.step import MICRO_BATCH_TOKENS
@@ -283,8 +283,9 @@ def test_a_rank_that_stops_or_ends_while_it_starts_ends_the_start(
         return load_part(*arguments)
 
     monkeypatch.setattr("engine.executor.multiprocess.load_part", load)
-    with pytest.raises(EngineError, match=error):
+    with pytest.raises(EngineError, match=error) as caught:
         engine_of(checkpoint, tensor=2)
+    assert may_pass(caught.value)
     assert rank_processes() == []
 
 
@@ -299,9 +300,39 @@ def test_the_error_of_a_rank_that_cannot_load_is_not_hidden_by_the_end_of_others
         return _start_worker(msgspec.structs.replace(start, config=config), sockets)
 
     monkeypatch.setattr("engine.executor.multiprocess._start_worker", start_worker)
-    with pytest.raises(EngineError, match="rank 1: cannot read config"):
+    with pytest.raises(EngineError, match="rank 1: cannot read config") as caught:
         engine_of(checkpoint, pipeline=3)
+    assert not may_pass(caught.value)
     assert rank_processes() == []
+
+
+def test_a_rank_that_the_machine_has_no_room_for_may_start_later(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        python, _, _, fd = argv
+        return popen((python, "-c", NO_DESCRIPTOR, fd), **options)
+
+    monkeypatch.setattr("engine.executor.multiprocess.subprocess.Popen", start)
+    with pytest.raises(RankLost, match=r"rank 1: .* Too many open files") as caught:
+        engine_of(checkpoint, tensor=2)
+    assert may_pass(caught.value)
+    assert rank_processes() == []
+
+
+NO_DESCRIPTOR = """
+import errno, os
+from engine.executor import process, worker
+
+def load_part(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+worker.load_part = load_part
+process.main()
+"""
+"""A rank's process that cannot open its model."""
 
 
 FULL_GPU = """
