@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import grpc
 
@@ -20,10 +20,12 @@ from tandem.local_stack.desired_state import ROLES, DesiredState, InvalidSize, R
 from tandem.local_stack.settings import MAX_ROUTER_WORKERS
 from tandem.local_stack.supervisor import StackFailed
 
-_MAX_WATCHES = 2 * MAX_ROUTER_WORKERS + 24
-"""Each worker of the router watches both pools; the rest is for those who ask for the sizes."""
-_NUM_THREADS = _MAX_WATCHES + 8
-"""A watch occupies a thread, which starts with it; the other calls return at once."""
+_NUM_OTHER_WATCHES = 24
+"""Of those who ask for the sizes. Each worker of the router watches both pools."""
+_NUM_SHORT_CALLS = 8
+"""Calls at a time that return at once. A watch occupies a thread of its own."""
+_STOP_S = 5.0
+_MORE_THREADS = "raise the limit on processes and threads (ulimit -u, or that of the container)"
 _MAX_TTL_S = 3600.0
 _MAX_HOLDER_LEN = 128
 _WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
@@ -59,37 +61,47 @@ class LeaderLease:
 
 class StackServer:
     """Serves from its creation until `stop`. `address` is unix:PATH, percent-encoded. Raises StackFailed if it cannot
-    listen there."""
+    listen there, or if its threads cannot start."""
 
-    def __init__(self, address: str, desired: DesiredState, resize: Resize) -> None:
+    def __init__(
+        self, address: str, desired: DesiredState, resize: Resize, *, num_router_workers: int = MAX_ROUTER_WORKERS
+    ) -> None:
         self._desired = desired
         self._resize_pool = resize
         self._lease = LeaderLease()
         self._stopping = threading.Event()
-        self._watches = threading.BoundedSemaphore(_MAX_WATCHES)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="stack-service")
+        self._max_watches = 2 * num_router_workers + _NUM_OTHER_WATCHES
+        self._watches = threading.BoundedSemaphore(self._max_watches)
+        self._threads = _started_threads(self._max_watches + _NUM_SHORT_CALLS)
         self._server = grpc.server(self._threads, options=server_options(ServerSettings()))
         # The generated code is typed for asyncio alone.
         stack_pb2_grpc.add_StackServiceServicer_to_server(self, self._server)  # type: ignore[arg-type]
         try:
             self._server.add_insecure_port(address)
         except RuntimeError:
+            self._threads.shutdown()
             hint = "set TMPDIR to a folder that can be written, with a short path"
             raise StackFailed(f"the stack's server cannot listen at {address}; {hint}") from None
-        self._server.start()
+        try:
+            self._server.start()
+        except RuntimeError as error:
+            self._threads.shutdown()
+            raise StackFailed(f"the stack's server cannot start its loop: {error}; {_MORE_THREADS}") from None
 
     def stop(self) -> None:
-        """Ends every call; returns when all threads have ended."""
+        """Ends every call; returns when all threads have ended, or when gRPC does not end within 5 s."""
         self._stopping.set()
         self._desired.notify()
-        self._server.stop(grace=None).wait()
-        self._threads.shutdown()
+        stopping = self._threads.submit(self._server.stop, None)
+        wait({stopping}, _STOP_S)
+        self._threads.shutdown(wait=stopping.done())
 
     def WatchStack(
         self, request: stack_pb2.WatchStackRequest, context: grpc.ServicerContext
     ) -> Iterator[stack_pb2.WatchStackResponse]:
         if not self._watches.acquire(blocking=False):
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this stack has {_MAX_WATCHES} watches, the maximum")
+            problem = f"this stack has {self._max_watches} watches, the maximum"
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, problem)
         try:
             context.add_callback(self._desired.notify)  # when the client disconnects
             version = 0
@@ -124,6 +136,22 @@ class StackServer:
             )
         holder = self._lease.acquire(request.holder, request.ttl_s)
         return stack_pb2.TakeLeadResponse(granted=holder == request.holder, holder=holder)
+
+
+def _started_threads(num_threads: int) -> ThreadPoolExecutor:
+    """All of them run: one that has to start later, and cannot, would end the loop in which gRPC takes calls. Raises
+    StackFailed."""
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix="stack-service")
+    all_run = threading.Barrier(num_threads)
+    try:
+        for _ in range(num_threads):
+            threads.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.abort()
+        threads.shutdown()
+        problem = f"the stack's server cannot start its {num_threads} threads: {error}"
+        raise StackFailed(f"{problem}; {_MORE_THREADS}") from None
+    return threads
 
 
 def _response(snapshot: Snapshot) -> stack_pb2.WatchStackResponse:

@@ -163,7 +163,12 @@ class LocalStack:
             # Imported late: gRPC takes a while, and the processes start meanwhile.
             from tandem.local_stack.server import StackServer
 
-            server = StackServer(self._processes.stack_address, self._processes.desired, self._processes.resize)
+            server = StackServer(
+                self._processes.stack_address,
+                self._processes.desired,
+                self._processes.resize,
+                num_router_workers=self.settings.router_workers,
+            )
             after_processes.callback(server.stop)
             self.wait_ready(progress=progress)
             self._wait_serving()

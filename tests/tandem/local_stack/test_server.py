@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -151,6 +152,55 @@ async def test_the_socket_may_lie_in_a_folder_of_any_name(short_folder: Path, ow
 def test_a_socket_that_cannot_be_bound_fails_the_stack(owned: DesiredState) -> None:
     with pytest.raises(StackFailed, match=r"cannot listen at unix:/nowhere/stack\.sock.*set TMPDIR"):
         StackServer("unix:/nowhere/stack.sock", owned, owned.resize)
+
+
+def cannot_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_calls_are_answered_where_no_thread_can_start(
+    server: StackServer, owned: DesiredState, link: StackLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that needs one would end the loop in which gRPC takes calls."""
+    await link.sizes()  # the client's own threads run
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    async with asyncio.timeout(TIMEOUT_S):
+        watches = [link.discovery("decode").addresses() for _ in range(3)]
+        for watch in watches:
+            assert await anext(watch) == addresses(owned)
+        await link.resize("decode", 3, [], previous_size=2)
+        assert [await anext(watch) for watch in watches] == [addresses(owned)] * 3
+
+
+@pytest.mark.parametrize("num_started", [0, 5])
+def test_threads_that_cannot_start_fail_the_stack(
+    address: str, owned: DesiredState, monkeypatch: pytest.MonkeyPatch, num_started: int
+) -> None:
+    start, before, started = threading.Thread.start, threading.active_count(), list[threading.Thread]()
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == num_started:
+            cannot_start(thread)
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(StackFailed, match=r"cannot start its 34 threads: can't start new thread; raise the limit"):
+        StackServer(address, owned, owned.resize, num_router_workers=1)
+    assert threading.active_count() <= before, "threads are left"
+
+
+def test_a_server_that_does_not_stop_holds_up_nothing(
+    address: str, owned: DesiredState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.local_stack.server._STOP_S", 0.01)
+    server, released = StackServer(address, owned, owned.resize), threading.Event()
+    grpc_server = server._server
+    monkeypatch.setattr(server, "_server", SimpleNamespace(stop=lambda grace: released.wait(60)))
+    server.stop()
+    assert not released.is_set()
+    released.set()
+    grpc_server.stop(None)
 
 
 async def test_sizes_are_read_and_changed(server: StackServer, owned: DesiredState, link: StackLink) -> None:
