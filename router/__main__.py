@@ -33,6 +33,7 @@ from serving.lifecycle import (
     raise_open_files_limit,
     serve_until_stopped,
     stop_signals,
+    watch_children_without_threads,
 )
 from serving.settings import SettingsError, settings_options
 from serving.tracing import exporting_spans
@@ -81,6 +82,7 @@ async def _serve(settings: RouterSettings) -> bool:
 
 async def _serve_workers(settings: RouterSettings) -> bool:
     """Runs the workers until a signal stops them; returns whether no request was cut off."""
+    watch_children_without_threads()
     with stop_signals() as signals, closing(Workers(settings)) as workers:
         await workers.start()
         _announce(settings.router, workers.address)

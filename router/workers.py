@@ -152,7 +152,7 @@ class Worker:
             began_s = time.monotonic()
             try:
                 status = await self._run_one()
-            except OSError as error:  # as at a limit on processes: counts as one that ended
+            except (OSError, RuntimeError) as error:  # at a limit on processes or threads: counts as one that ended
                 if not self.ready.is_set():
                     raise
                 _log.error("worker %d cannot be started: %s", self._index, error)

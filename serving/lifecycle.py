@@ -92,6 +92,21 @@ def _exit_at_eof(descriptor: int) -> None:
     os._exit(_PARENT_GONE_STATUS)
 
 
+def watch_children_without_threads() -> None:
+    """As Python 3.12 does by itself. Python 3.11 starts a thread for each child, after the child: where none can start,
+    the child is left alone. Does nothing where the kernel has no descriptors of processes. Call it on the main thread's
+    running loop."""
+    if sys.version_info >= (3, 12):
+        return
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return
+    watcher = asyncio.PidfdChildWatcher()
+    watcher.attach_loop(asyncio.get_running_loop())
+    asyncio.set_child_watcher(watcher)
+
+
 def freeze_heap() -> None:
     """Exempts current objects from garbage collection, which stopped the event loop of a router for 84 ms."""
     gc.collect()

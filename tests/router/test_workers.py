@@ -164,9 +164,9 @@ async def test_workers_get_every_setting_as_it_is(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_worker_that_cannot_be_started_once_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once there is no process, and once it dies while it writes that it is ready."""
+    """Once there is no process, once no thread that waits for it, and once it dies while it writes that it is ready."""
     processes: list[ProcessStub] = []
-    failures = [OSError(errno.EAGAIN, "no process")]
+    failures = [RuntimeError("can't start new thread"), OSError(errno.EAGAIN, "no process")]
 
     async def start(*arguments: str, **options: Any) -> ProcessStub:
         if len(processes) == NUM_WORKERS and failures:

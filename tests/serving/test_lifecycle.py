@@ -153,3 +153,26 @@ async def test_a_drain_that_fails_is_not_hidden() -> None:
     signals.request_stop()
     with pytest.raises(RuntimeError, match="cannot drain"):
         await serve_until_stopped(Broken(0), signals)
+
+
+CHILD_WITHOUT_THREAD = """
+import asyncio, threading
+from serving.lifecycle import watch_children_without_threads
+
+def start(thread):
+    raise RuntimeError("can't start new thread")
+
+async def main():
+    watch_children_without_threads()
+    child = await asyncio.create_subprocess_exec("sh", "-c", "exit 7")
+    print(await child.wait())
+
+threading.Thread.start = start
+asyncio.run(main())
+"""
+
+
+def test_a_child_is_watched_where_no_thread_can_start() -> None:
+    command = [sys.executable, "-c", CHILD_WITHOUT_THREAD]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "7\n", ended.stderr
