@@ -11,7 +11,7 @@ import gc
 import importlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,11 @@ from engine.config import EngineConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 _KV_FRACTION = 0.3
+_GOMP_SPINS = "500000"
+"""Of an idle OpenMP thread before it sleeps: 5 ms by GNU's own estimate of 100 spins per microsecond, from which a
+processor may differ by a factor of 5. The pauses between the launches of one step, and between steps, are shorter."""
+_KMP_SPIN_MS = "5"
+"""The same for LLVM's and Intel's runtimes, which count milliseconds."""
 START_UP = "start-up: "
 """Begins the log messages of what a start waits for, which `tandem up` shows."""
 
@@ -44,6 +49,19 @@ def useful_threads(cgroup: Path = _CGROUP) -> int:
     quota = cpu_quota(cgroup)
     cores = len(usable_cores())
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def openmp_waiting(cores: Collection[int], cgroup: Path = _CGROUP) -> dict[str, str]:
+    """Environment variables for a process that is pinned to `cores`; empty: to none.
+
+    On cores of its own, idle OpenMP threads spin for some milliseconds before they sleep, so that the launches of a
+    step do not wait for them. On shared cores they sleep at once: there spinning makes a step 5 to 10 times as long
+    (benchmarks/LOG.md). Under a CPU limit too, because it counts spinning.
+    """
+    quota = cpu_quota(cgroup)
+    if not cores or (quota is not None and quota < len(usable_cores())):
+        return {"OMP_WAIT_POLICY": "passive"}
+    return {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": _GOMP_SPINS, "KMP_BLOCKTIME": _KMP_SPIN_MS}
 
 
 @functools.cache

@@ -46,6 +46,7 @@ from engine.errors import (
     shown,
 )
 from engine.imports import child_environment
+from engine.machine import openmp_waiting
 
 _TICK_S = 0.25
 _LATE_S = 0.1
@@ -263,11 +264,7 @@ class ProcessLink:
     @classmethod
     async def start(cls, config: EngineConfig) -> ProcessLink:
         """Spawn the process and send it its configuration. Raises EngineError for an interpreter that cannot be run,
-        OSError where the machine lacks something.
-
-        Waiting threads spin only on dedicated cores: on shared ones spinning makes a step 5 to 10 times as long
-        (benchmarks/LOG.md).
-        """
+        OSError where the machine lacks something."""
         python = config.python or sys.executable
         if shutil.which(python) is None:
             raise EngineError(f"engine.python: {python} is no program; give the path of a Python interpreter")
@@ -282,11 +279,7 @@ class ProcessLink:
             process = await asyncio.create_subprocess_exec(
                 *(python, "-m", _MODULES[config.kind], address),
                 stdin=asyncio.subprocess.PIPE,
-                env={
-                    "OMP_WAIT_POLICY": "active" if config.cpu_cores else "passive",
-                    **os.environ,
-                    **child_environment(),
-                },
+                env={**_openmp_waiting(config), **os.environ, **child_environment()},
             )
         except OSError as error:
             if may_pass(error):
@@ -331,6 +324,11 @@ class ProcessLink:
         finally:
             self._socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _openmp_waiting(config: EngineConfig) -> dict[str, str]:
+    """None where the environment has a policy: a count of spins would override it."""
+    return {} if "OMP_WAIT_POLICY" in os.environ else openmp_waiting(config.cpu_cores)
 
 
 def _temporary_folder() -> str:

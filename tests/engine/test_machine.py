@@ -12,6 +12,7 @@ from engine import machine
 from engine.machine import (
     available_bytes,
     cpu_quota,
+    openmp_waiting,
     second_level_bytes,
     set_num_threads,
     usable_cores,
@@ -83,3 +84,23 @@ def test_the_number_of_threads_follows_the_quota_unless_given(monkeypatch: pytes
         assert set_num_threads(None) == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cores", "policy"),
+    [
+        ("max", [0, 1], "active"),
+        ("max", [], "passive"),
+        ("300000", [0, 1], "passive"),
+        ("400000", [0, 1], "active"),
+        ("400000", [], "passive"),
+    ],
+)
+def test_openmp_threads_spin_on_dedicated_cores_that_no_cpu_limit_throttles(
+    cpu_max: str, cores: list[int], policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: [0, 1, 2, 3])
+    (tmp_path / "cpu.max").write_text(f"{cpu_max} 100000\n")
+    variables = openmp_waiting(cores, tmp_path)
+    assert variables["OMP_WAIT_POLICY"] == policy
+    assert ("GOMP_SPINCOUNT" in variables) == (policy == "active")

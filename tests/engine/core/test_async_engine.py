@@ -33,6 +33,7 @@ from engine.core.messages import (
     TransferEvent,
 )
 from engine.errors import EngineDeadError, EngineError, EngineStartError, InvalidRequest, may_pass
+from engine.machine import usable_cores
 from engine.sampling.params import SamplingParams
 from kv_transfer.secret import ensure_secret
 from tests.builders import lively_checkpoint
@@ -230,6 +231,32 @@ async def test_a_connector_s_events_during_a_step_end_no_silence(
         assert len(await hung) == 8
     finally:
         go.touch()
+        await engine.shutdown()
+
+
+@on_module_loop
+async def test_threads_of_an_idle_core_sleep_on_cores_of_their_own_too(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    engine = await AsyncEngine.start(
+        msgspec.structs.replace(config, num_threads=2, cpu_cores=tuple(usable_cores()[:2]))
+    )
+    core = psutil.Process(engine.info.pid)
+
+    def used_s() -> float:
+        return core.cpu_times().user + core.cpu_times().system
+
+    try:
+        await collect(engine, make_request("one", [5, 6, 7] * 300))
+        await until_idle(engine)
+        async with asyncio.timeout(30 * PATIENCE):
+            while True:
+                before_s = used_s()
+                await asyncio.sleep(1.0)
+                if used_s() - before_s < 0.1:
+                    break
+    finally:
         await engine.shutdown()
 
 
