@@ -21,7 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tandem.client.credentials import INSTANCE, OPERATOR, ROUTER
 
 _LIFETIME = timedelta(days=365)
-_CLOCK_SKEW = timedelta(minutes=5)
+_CLOCK_SKEW = timedelta(days=1)
+"""How far a clock may be set back after the start: more than the offset of any time zone."""
 _PEM = serialization.Encoding.PEM
 
 
