@@ -11,7 +11,7 @@ import gc
 import importlib
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import psutil
 from engine.config import EngineConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 _KV_FRACTION = 0.3
 _GOMP_SPINS = "500000"
 """Of an idle OpenMP thread before it sleeps: 5 ms by GNU's own estimate of 100 spins per microsecond, from which a
@@ -64,8 +65,24 @@ def openmp_waiting(cores: Collection[int], cgroup: Path = _CGROUP) -> dict[str, 
     return {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": _GOMP_SPINS, "KMP_BLOCKTIME": _KMP_SPIN_MS}
 
 
+def physical_cores(cores: Sequence[int], cpus: Path = _CPUS) -> list[tuple[int, ...]]:
+    """`cores` by physical core: hyperthreads of one core together. One whose siblings are not known is alone."""
+    siblings = [_siblings(core, cpus) for core in cores]
+    return list(dict.fromkeys(tuple(core for core in cores if core in together) for together in siblings))
+
+
+def _siblings(core: int, cpus: Path) -> list[int]:
+    """From a list such as 0,4 or 0-1."""
+    try:
+        parts = (cpus / f"cpu{core}" / "topology" / "thread_siblings_list").read_text().strip().split(",")
+        bounds = [[int(bound) for bound in part.split("-")] for part in parts]
+        return [one for part in bounds for one in range(part[0], part[-1] + 1)]
+    except (OSError, ValueError):
+        return [core]
+
+
 @functools.cache
-def second_level_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+def second_level_bytes(cpus: Path = _CPUS) -> int:
     """A usable core's share of its cache of the second level; 512 KiB where it is not known."""
     cache = cpus / f"cpu{usable_cores()[0]}" / "cache" / "index2"
     try:

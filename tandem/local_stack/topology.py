@@ -1,8 +1,9 @@
 """The processes of one local stack and their command lines: addresses, cores, GPUs, memory.
 
 The share of an instance is decided once, at the start, and is the same for all: an equal share of the memory and of the
-cores, as if both pools had their planned sizes. A later instance takes a free share of cores; if none is free it is not
-pinned and runs where the system puts it. An instance on GPUs takes those that the fewest others have.
+cores, hyperthreads of one core together, as if both pools had their planned sizes. A later instance takes a free share
+of cores; if none is free it is not pinned and runs where the system puts it. An instance on GPUs takes those that the
+fewest others have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from engine.imports import child_environment
-from engine.machine import available_bytes, usable_cores, useful_threads, visible_gpus
+from engine.machine import available_bytes, physical_cores, usable_cores, useful_threads, visible_gpus
 from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
@@ -56,12 +57,30 @@ def free_ports(count: int, host: str = _LOOPBACK, seed: int | None = None) -> li
     return ports
 
 
-def share_cores(cores: list[int], num_instances: int, pin: bool) -> list[tuple[int, ...]]:
-    """The cores of each instance: equal, separate shares, or empty tuples without pinning or with too few cores."""
+def share_cores(physical: Sequence[tuple[int, ...]], num_instances: int, pin: bool) -> list[tuple[int, ...]]:
+    """The cores of each instance: separate shares, or empty tuples without pinning or with too few cores.
+
+    `physical` has the hyperthreads of each physical core. They get into one share, unless there are fewer physical
+    cores than instances; shares are equal but for what that leaves over.
+    """
+    cores = sorted(core for siblings in physical for core in siblings)
     per_instance = len(cores) // max(1, num_instances)
     if not pin or per_instance == 0:
         return [()] * num_instances
-    return [tuple(cores[index * per_instance : (index + 1) * per_instance]) for index in range(num_instances)]
+    if per_instance < max(map(len, physical)):
+        return [tuple(cores[index * per_instance : (index + 1) * per_instance]) for index in range(num_instances)]
+    left = sorted(physical, key=len, reverse=True)
+    return [_take_cores(left, per_instance) for _ in range(num_instances)]
+
+
+def _take_cores(left: list[tuple[int, ...]], max_cores: int) -> tuple[int, ...]:
+    """Whole physical cores, removed from `left`."""
+    share: tuple[int, ...] = ()
+    for siblings in tuple(left):
+        if len(share) + len(siblings) <= max_cores:
+            share += siblings
+            left.remove(siblings)
+    return share
 
 
 class GpuShares:
@@ -144,8 +163,10 @@ class Topology:
         """Of the StackServer, for the routers."""
         self.kv_cache_bytes = _kv_cache_bytes(settings)
         """Of each instance; None if the settings give a number of blocks."""
-        shares = share_cores(usable_cores(), settings.num_planned, settings.pin)
+        shares = share_cores(physical_cores(usable_cores()), settings.num_planned, settings.pin)
         self._free_cores = [share for share in shares if share]
+        # Not one for each core of a share: a container's CPU limit may be below them.
+        self._num_threads = min([useful_threads() // settings.num_planned, *map(len, self._free_cores)])
         self._cores: dict[str, tuple[int, ...]] = {}
         gpus = visible_gpus() if settings.device == "cuda" else []
         self._gpus = GpuShares(gpus, settings.parallelism.num_ranks)
@@ -177,9 +198,7 @@ class Topology:
         if self._free_cores:
             self._cores[name] = self._free_cores.pop(0)
         settings, cores = self._settings, self._cores.get(name, ())
-        # Not one for each of its cores: a container's CPU limit may be below them.
-        threads = settings.threads or useful_threads() // settings.num_planned
-        threads = max(1, threads // settings.parallelism.num_ranks)
+        threads = max(1, (settings.threads or self._num_threads) // settings.parallelism.num_ranks)
         flags = {
             "--model": settings.model,
             "--served-model-name": settings.model_name,

@@ -13,6 +13,7 @@ from engine.machine import (
     available_bytes,
     cpu_quota,
     openmp_waiting,
+    physical_cores,
     second_level_bytes,
     set_num_threads,
     usable_cores,
@@ -84,6 +85,14 @@ def test_the_number_of_threads_follows_the_quota_unless_given(monkeypatch: pytes
         assert set_num_threads(None) == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_hyperthreads_of_a_core_are_found_together(tmp_path: Path) -> None:
+    for core, siblings in enumerate(("0,4", "1,5", "2-3", "2-3", "0,4", "1,5", "6", "")):
+        (tmp_path / f"cpu{core}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{core}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert physical_cores(range(9), tmp_path) == [(0, 4), (1, 5), (2, 3), (6,), (7,), (8,)]
+    assert physical_cores([1, 2, 4], tmp_path) == [(1,), (2,), (4,)], "only those that may be used"
 
 
 @pytest.mark.parametrize(

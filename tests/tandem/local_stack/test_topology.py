@@ -124,6 +124,7 @@ def test_memory_is_shared_out_for_the_planned_sizes_once(monkeypatch: pytest.Mon
 def test_a_new_instance_gets_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.local_stack.topology.usable_cores", lambda: [0, 1, 2, 3, 4, 5])
     monkeypatch.setattr("tandem.local_stack.topology.useful_threads", lambda: 6)
+    monkeypatch.setattr("tandem.local_stack.topology.physical_cores", lambda cores: [(core,) for core in cores])
     made = topology(max_decode=2)
     first = instances(made, "prefill-0", "decode-0")
     assert [option(spec, "--cpu-cores") for spec in first] == ["[0, 1]", "[2, 3]"]
@@ -151,11 +152,49 @@ def test_a_stack_that_cannot_serve_is_refused(fields: dict[str, object]) -> None
         topology(**fields)
 
 
+def alone(num_cores: int) -> list[tuple[int, ...]]:
+    """Cores without hyperthreads."""
+    return [(core,) for core in range(num_cores)]
+
+
 def test_cores_are_shared_out_in_equal_separate_parts() -> None:
-    assert share_cores([0, 1], 2, True) == [(0,), (1,)]
-    assert share_cores([0, 1, 2, 3, 4], 2, True) == [(0, 1), (2, 3)]
-    assert share_cores([0, 1], 3, True) == [(), (), ()]
-    assert share_cores([0, 1], 2, False) == [(), ()]
+    assert share_cores(alone(2), 2, True) == [(0,), (1,)]
+    assert share_cores(alone(5), 2, True) == [(0, 1), (2, 3)]
+    assert share_cores(alone(2), 3, True) == [(), (), ()]
+    assert share_cores(alone(2), 2, False) == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("physical", "num_instances", "shares"),
+    [
+        ([(0, 4), (1, 5), (2, 6), (3, 7)], 2, [(0, 4, 1, 5), (2, 6, 3, 7)]),
+        ([(0, 1), (2, 3)], 2, [(0, 1), (2, 3)]),
+        ([(core, core + 6) for core in range(6)], 4, [(0, 6), (1, 7), (2, 8), (3, 9)]),
+        ([(0, 1), (2, 3), (4,), (5,), (6,), (7,)], 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ([(0, 1), (2, 3), (4, 5), (6,), (7,), (8,), (9,)], 2, [(0, 1, 2, 3, 6), (4, 5, 7, 8, 9)]),
+        ([(0,), (1, 2), (3, 4)], 2, [(1, 2), (3, 4)]),
+        ([(0, 2), (1, 3)], 3, [(0,), (1,), (2,)]),
+    ],
+)
+def test_hyperthreads_of_a_core_are_in_one_share(
+    physical: list[tuple[int, ...]], num_instances: int, shares: list[tuple[int, ...]]
+) -> None:
+    assert share_cores(physical, num_instances, True) == shares
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "cores", "threads"), [(1, "[0, 6, 1, 7, 2, 8]", "6"), (3, "[0, 6]", "2"), (12, None, "1")]
+)
+def test_an_instance_has_no_more_threads_than_cores_of_its_own(
+    num_decode: int, cores: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    physical = [(core, core + 6) for core in range(6)]
+    monkeypatch.setattr("tandem.local_stack.topology.physical_cores", lambda cores: physical)
+    monkeypatch.setattr("tandem.local_stack.topology.useful_threads", lambda: 12)
+    [spec] = instances(topology(num_decode=num_decode), "decode-0")
+    assert ("--cpu-cores" in spec.argv) == (cores is not None)
+    assert cores is None or option(spec, "--cpu-cores") == cores
+    assert option(spec, "--num-threads") == threads
 
 
 def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
