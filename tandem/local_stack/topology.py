@@ -28,6 +28,7 @@ from tandem.local_stack.addresses import bind_once
 from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.store_size import has_store, store_size
 
 _PORTS = range(20_000, 32_000)
 """Below Linux's range for the ports of outgoing connections, so that these cannot conflict."""
@@ -161,7 +162,11 @@ class Topology:
         self._folder = folder
         self.stack_address = f"unix:{quote(os.fsencode(folder / 'stack.sock'))}"  # gRPC decodes it
         """Of the StackServer, for the routers."""
-        self.kv_cache_bytes = _kv_cache_bytes(settings)
+        available = available_bytes()
+        self._store = store_size(settings, folder, available)
+        if self._store is not None and self._store.in_memory:
+            available -= self._store.num_bytes
+        self.kv_cache_bytes = _kv_cache_bytes(settings, available)
         """Of each instance; None if the settings give a number of blocks."""
         shares = share_cores(physical_cores(usable_cores()), settings.num_planned, settings.pin)
         self._free_cores = [share for share in shares if share]
@@ -256,10 +261,10 @@ class Topology:
     def _connector_flags(self) -> dict[str, object]:
         settings = self._settings
         connectors = set(settings.connectors)
-        stores_here = "shared_storage" in connectors or ("lmcache" in connectors and settings.kv_url is None)
         return {
             "--kv-connector": settings.connector,
-            "--kv-folder": self._folder / "store" if stores_here else None,
+            "--kv-folder": self._folder / "store" if has_store(settings) else None,
+            "--kv-capacity-bytes": None if self._store is None else self._store.num_bytes,
             "--kv-secret-file": self._folder / "kv_secret" if connectors & set(CONNECTORS) else None,
             "--kv-url": settings.kv_url,
         }
@@ -392,9 +397,9 @@ class LocalProcesses:
         return next(f"{_LOOPBACK}:{port}" for port in free if str(port) not in ports)
 
 
-def _kv_cache_bytes(settings: StackSettings) -> int | None:
+def _kv_cache_bytes(settings: StackSettings, available: int) -> int | None:
     if settings.num_blocks is not None:
         return None
     if settings.kv_cache_bytes is not None or settings.device == "cuda":
         return settings.kv_cache_bytes
-    return min(_MAX_KV_BYTES, int(available_bytes() * _KV_SHARE) // settings.num_planned)
+    return min(_MAX_KV_BYTES, int(available * _KV_SHARE) // settings.num_planned)

@@ -1,0 +1,67 @@
+"""How large the store in a stack's own folder may become, where it is not given."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tandem.connectors import CONNECTORS
+from tandem.local_stack.settings import StackSettings
+
+_MAX_BYTES = 16 << 30
+"""The stores' own default."""
+_MIN_BYTES = 64 << 20
+_SHARE = 4
+"""One part of so many of the free space; the rest is for other programs."""
+
+
+class StoreSize(NamedTuple):
+    num_bytes: int
+    in_memory: bool
+    """The folder is on a tmpfs: its files take memory."""
+
+
+def has_store(settings: StackSettings) -> bool:
+    """Whether the instances keep KV in the stack's folder."""
+    on_disk = "lmcache" in settings.connectors and settings.kv_url is None
+    return settings.has_connector and ("shared_storage" in settings.connectors or on_disk)
+
+
+def store_size(settings: StackSettings, folder: Path, available: int) -> StoreSize | None:
+    """Of the store in `folder`. `available` bytes of memory limit it on a tmpfs, whose free space promises more.
+
+    None leaves it to the store: there is none here, its size is given, or a connector of unknown options would get the
+    size too. Raises ValueError for flags with which no instance starts.
+    """
+    if not has_store(settings) or not set(settings.connectors) <= set(CONNECTORS) or _is_given(settings):
+        return None
+    try:
+        free, in_memory = shutil.disk_usage(folder).free, _is_in_memory(folder)
+    except OSError:
+        return None
+    if in_memory:
+        given = settings.kv_cache_bytes if settings.device == "cpu" else None
+        free = min(free, available - (given or 0) * settings.num_planned)
+    return StoreSize(max(_MIN_BYTES, min(_MAX_BYTES, free // _SHARE)), in_memory)
+
+
+def _is_given(settings: StackSettings) -> bool:
+    """Whether the instances get a size, or another folder, by their own flags or the environment."""
+    if not settings.instance_args and not any(name.startswith("TANDEM_TRANSFER__") for name in os.environ):
+        return False
+    from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
+
+    transfer = instance_settings(settings.instance_args).transfer
+    options = {name.rpartition(".")[2] for name in transfer.options}
+    return transfer.capacity_bytes is not None or transfer.folder is not None or "capacity_bytes" in options
+
+
+def _is_in_memory(folder: Path) -> bool:
+    file_systems = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    resolved = folder.resolve()
+    paths = map(str, (resolved, *resolved.parents))
+    return next((file_systems[path] for path in paths if path in file_systems), "") == "tmpfs"

@@ -1,0 +1,102 @@
+"""The store in a stack's folder leaves room on its disk, and in memory where the folder is there."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tandem.local_stack.settings import StackSettings
+from tandem.local_stack.store_size import store_size
+from tandem.local_stack.topology import Topology
+
+GIB = 1 << 30
+Usage = namedtuple("Usage", "total used free")
+
+
+def settings(**fields: object) -> StackSettings:
+    return StackSettings(model=Path("/m"), model_name="demo", **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A file system of its own at tmp_path; 40 GiB of memory are available."""
+    disk = SimpleNamespace(free=200 * GIB, fstype="ext4")
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(500 * GIB, 500 * GIB - disk.free, disk.free))
+    root, own = SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path))
+    monkeypatch.setattr("psutil.disk_partitions", lambda **_: [root, SimpleNamespace(**vars(own), fstype=disk.fstype)])
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: 40 * GIB)
+    return disk
+
+
+def capacities(topology: Topology) -> list[str]:
+    """Every one that an instance is given, as `--flag VALUE` or `--flag=VALUE`; the last one counts."""
+    command = " ".join(topology.instance("decode-0", "127.0.0.1:7001").argv)
+    return re.findall(r"--kv-capacity-bytes[ =](\S+)", command)
+
+
+@pytest.mark.parametrize(("free", "size"), [(200 * GIB, 16 * GIB), (20 * GIB, 5 * GIB), (0, 64 << 20)])
+def test_the_store_takes_a_quarter_of_its_disk_at_most(
+    free: int, size: int, disk: SimpleNamespace, tmp_path: Path
+) -> None:
+    disk.free = free
+    made = Topology(settings(), tmp_path)
+    assert capacities(made) == [str(size)]
+    assert made.kv_cache_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize(("memory", "size"), [(40, 10), (16, 4)])
+def test_a_store_in_memory_is_counted_with_the_instances_memory(
+    memory: int, size: int, disk: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: memory * GIB)
+    disk.fstype = "tmpfs"
+    made = Topology(settings(num_decode=15), tmp_path)
+    assert capacities(made) == [str(size * GIB)]
+    assert made.kv_cache_bytes == int((memory - size) * GIB * 0.4) // 16
+
+
+def test_a_store_in_memory_leaves_the_kv_memory_that_was_asked_for(disk: SimpleNamespace, tmp_path: Path) -> None:
+    disk.fstype = "tmpfs"
+    made = Topology(settings(kv_cache_bytes=18 * GIB), tmp_path)
+    assert capacities(made) == [str(GIB)]
+    assert made.kv_cache_bytes == 18 * GIB
+
+
+@pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize(
+    ("fields", "environment", "given"),
+    [
+        ({"instance_args": ("--kv-capacity-bytes=5",)}, {}, ["5"]),
+        ({"instance_args": ('--kv-options={"capacity_bytes": 5}',)}, {}, []),
+        ({"instance_args": ("--kv-folder=/mnt/kv",)}, {}, []),
+        ({}, {"TANDEM_TRANSFER__CAPACITY_BYTES": "5"}, []),
+        ({"connector": "acme.kv:Connector,shared_storage"}, {}, []),
+        ({"connector": "nixl"}, {}, []),
+        ({"connector": "lmcache", "kv_url": "tcp://host:1"}, {}, []),
+        ({"engine": "vllm", "num_prefill": 0}, {}, []),
+        ({"instance_args": ("--max-num-seqs=2",)}, {"TANDEM_TRANSFER__LEASE_S": "9"}, [str(16 * GIB)]),
+        ({"connector": "lmcache"}, {}, [str(16 * GIB)]),
+        ({"connector": "nixl,shared_storage"}, {}, [str(16 * GIB)]),
+    ],
+)
+def test_a_size_that_is_given_stays(
+    fields: dict[str, object],
+    environment: dict[str, str],
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert capacities(Topology(settings(**fields), tmp_path)) == given
+
+
+def test_what_is_mounted_says_whether_a_folder_is_in_memory() -> None:
+    size = store_size(settings(), Path("/dev/shm"), 40 * GIB)
+    assert size is not None
+    assert size.in_memory
