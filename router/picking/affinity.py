@@ -87,13 +87,10 @@ class PrefixIndex:
     def _evict(self, num_surplus: int) -> None:
         """Removes the oldest blocks of the instances that have the most, until these have equally many."""
         largest = sorted(self._blocks.values(), key=len, reverse=True)
-        size = _size_without([len(blocks) for blocks in largest], num_surplus)
         self._num_blocks -= num_surplus
-        for blocks in largest:
-            num_removed = min(len(blocks) - size, num_surplus)
-            for _ in range(num_removed):
+        for blocks, size in zip(largest, _sizes_without([*map(len, largest)], num_surplus), strict=False):
+            while len(blocks) > size:
                 blocks.popitem(last=False)
-            num_surplus -= num_removed
 
     def retain(self, keys: Collection[InstanceKey]) -> None:
         """Forgets the blocks of every process that is not among `keys`: it is gone, with its KV."""
@@ -101,14 +98,14 @@ class PrefixIndex:
             self._num_blocks -= len(self._blocks.pop(key))
 
 
-def _size_without(sizes: Sequence[int], num_surplus: int) -> int:
-    """The size to which the largest of `sizes` shrink when they give `num_surplus`; `sizes` begins with the largest."""
-    total = 0
+def _sizes_without(sizes: Sequence[int], num_surplus: int) -> list[int]:
+    """What is left of the largest of `sizes` when they give `num_surplus`; `sizes` begins with the largest."""
+    left = -num_surplus
     for count, (size, following) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True), 1):
-        total += size
-        if (left := (total - num_surplus) // count) >= following:
-            return left
-    return 0
+        left += size
+        if left >= count * following:
+            return [left // count + (index < left % count) for index in range(count)]
+    raise AssertionError("the surplus is larger than all of them")
 
 
 class Sessions:
