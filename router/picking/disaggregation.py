@@ -40,8 +40,8 @@ class Reason(enum.StrEnum):
     """No prefill instance may be picked."""
     ALONE = "alone"
     """The mode is always and no prefill instance is available, but the stream has begun and must not break."""
-    CONTEXT = "context"
-    """The context has room for one token only: the first ends the request, and nothing is left to hand over."""
+    LAST_TOKEN = "last_token"
+    """It would be split, but one token is left, which the prefill instance computes. It serves the request alone."""
     SHORT = "short"
     """At most `min_tokens` tokens in all."""
     CACHED = "cached"
@@ -86,8 +86,6 @@ class Situation:
     decode_per_s: float | None = None
     prefill_per_s: float | None = None
     hand_over_per_s: float | None = None
-    has_next: bool = True
-    """The context has room for a token after the first."""
     since_prefill_s: float = 0.0
     """Seconds since this router last assigned a prompt to the prefill instance."""
 
@@ -107,8 +105,6 @@ def decide(
     """How the request is served. `has_begun`: some of its tokens were sent to the client already."""
     if settings.mode == "never":
         return Disaggregation(Decision.LOCAL, Reason.OFF, "disaggregation is off")
-    if prefill_available and not situation.has_next:
-        return Disaggregation(Decision.LOCAL, Reason.CONTEXT, "the context has room for one token only")
     if settings.mode == "always":
         if prefill_available:
             return Disaggregation(Decision.DISAGGREGATE, Reason.ON, "disaggregation is on")

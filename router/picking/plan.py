@@ -64,8 +64,7 @@ def make_plan(
         filters.append(picker.supports_constraint(constraint))
     filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if settings.mode == "auto" and criteria.has_objectives:
-        able = [view for view in decode_views if picker.rejection(view, filters) is None]
-        may_split = all(_has_next(choice, view) for view in able)
+        may_split = not _is_at_last_token(choice)
         placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
             has_prefill = any(picker.rejection(view, filters) is None for view in prefill_views)
@@ -102,7 +101,7 @@ def make_plan(
         and not criteria.has_objectives
     ):
         picked = [prefill.instance, decode.instance]
-        may_split = situation.num_uncached > settings.min_tokens and situation.has_next
+        may_split = situation.num_uncached > settings.min_tokens and not _is_at_last_token(choice)
         placed = _by_step_costs(picked, choice, filters, rng, criteria, may_split=may_split)
         if placed is not None:
             return replace(placed, why=f"{both}; {placed.why}", step_stretch=STEP_STRETCH)
@@ -119,6 +118,10 @@ def make_plan(
         return NoPlan(_with(disaggregation.explanation, unpaired), why, disaggregation)
     if disaggregation.decision is Decision.DISAGGREGATE and isinstance(prefill, Pick):
         num_to_prefill = situation.num_tokens - situation.num_cached_at_prefill
+        if _is_at_last_token(choice):
+            explanation = "one token is left: the prefill instance ends the request, and nothing is handed over"
+            alone = Disaggregation(Decision.LOCAL, Reason.LAST_TOKEN, explanation)
+            return Plan(prefill.instance, None, alone, Work(num_to_prefill, situation.num_ahead_at_prefill), both)
         work = Work(num_to_prefill, situation.num_ahead_at_prefill, situation.num_uncached)
         return Plan(decode.instance, prefill.instance, disaggregation, work, both)
     work = Work(situation.num_uncached, situation.num_ahead_at_decode)
@@ -246,7 +249,6 @@ def _situation(
         num_cached_at_decode=_num_cached(choice, decode, criteria),
         num_ahead_at_decode=decode.num_waiting_tokens,
         num_streams=sum(queue_now(decode)),
-        has_next=_has_next(choice, decode),
         decode_per_s=speed.prefill_per_s or _mean(one.prefill_per_s for one in pool),
         hand_over_per_s=speed.hand_over_per_s or _mean(one.hand_over_per_s for one in pool),
     )
@@ -262,9 +264,9 @@ def _situation(
     )
 
 
-def _has_next(choice: Choice, view: InstanceView) -> bool:
-    """Whether a token can follow the first there. vLLM rejects a reservation without room for one."""
-    return not view.info.max_model_len or choice.num_tokens + 1 < view.info.max_model_len
+def _is_at_last_token(choice: Choice) -> bool:
+    """Whether the token that its prompt ends with is the last that the request may have."""
+    return choice.num_emitted + 1 >= choice.request.max_tokens
 
 
 def _num_cached(choice: Choice, view: InstanceView, criteria: Criteria) -> int:

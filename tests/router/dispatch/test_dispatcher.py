@@ -102,13 +102,23 @@ async def test_a_prefill_call_that_does_not_end_delays_nothing(run: Run) -> None
 
 
 async def test_a_request_that_ends_with_its_first_token_never_decodes(run: Run) -> None:
+    async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(stop_at=0))]) as rig:
+        answer = await rig.generate()
+        assert answer.ids() == expected_ids(PROMPT, SEED, 1)
+        assert answer.finish().reason == common_pb2.FINISH_REASON_STOP
+        await rig.until_idle()
+        assert rig.decode[0].recorded("decode cancelled")
+        assert not rig.decode[0].recorded("token")
+
+
+async def test_a_request_of_one_token_needs_no_decode_instance(run: Run) -> None:
     async with run() as rig:
         answer = await rig.generate(max_tokens=1)
         assert answer.is_exactly(1)
         assert answer.finish().reason == common_pb2.FINISH_REASON_LENGTH
+        assert (answer.trailers["tandem-decode"], answer.trailers["tandem-disaggregated"]) == ("prefill-0", "no")
         await rig.until_idle()
-        assert rig.decode[0].recorded("decode cancelled")
-        assert not rig.decode[0].recorded("token")
+        assert not rig.decode[0].recorded("decode")
 
 
 async def test_a_short_prompt_stays_with_the_decode_instance(run: Run) -> None:

@@ -92,6 +92,17 @@ def test_all_requests_at_the_decode_instance_are_held_up_by_a_prefill_there() ->
     assert "10 streams" in found.disaggregation.explanation
 
 
+@pytest.mark.parametrize("wanted", [choice(max_tokens=1), choice(max_tokens=1, n=2), choice(max_tokens=9, emitted=8)])
+@pytest.mark.parametrize("mode", ["always", "auto"])
+def test_a_request_with_one_token_left_runs_at_the_prefill_instance_alone(wanted: Choice, mode: str) -> None:
+    fast = replace(UNMEASURED, prefill_per_s=1000.0)
+    found = planned([view("decode", throughput=fast)], [view("prefill")], wanted, mode=mode, min_tokens=10)
+    assert (found.decode.key.address, found.prefill) == ("prefill", None)
+    assert (found.disaggregation.decision, found.disaggregation.reason) == (Decision.LOCAL, Reason.LAST_TOKEN)
+    wanted = choice(max_tokens=wanted.request.max_tokens + 1, emitted=wanted.num_emitted)
+    assert planned([view("decode", throughput=fast)], [view("prefill")], wanted, mode=mode, min_tokens=10).prefill
+
+
 @pytest.mark.parametrize(
     ("slots", "num_running", "free_blocks", "goes_to"),
     [
@@ -230,17 +241,6 @@ def test_engines_are_not_the_reason_where_an_equal_instance_is_unavailable_too()
         found = make_plan([mine], prefill, choice(), excluded, DisaggregationSettings(mode="always"), random.Random(0))
         assert isinstance(found, NoPlan)
         assert found.message == "no prefill instance is available"
-
-
-@pytest.mark.parametrize("mode", ["always", "auto"])
-def test_a_context_with_room_for_one_token_only_is_not_split(mode: str) -> None:
-    decode, prefill = view("decode"), [view("prefill")]
-    full, roomy = (replace(decode, info=replace(decode.info, max_model_len=length)) for length in (1051, 1052))
-    for wanted in (choice(1050, max_tokens=1), choice(1000, emitted=50, max_tokens=51)):
-        found = planned([full], prefill, wanted, mode=mode)
-        assert found.prefill is None
-        assert found.disaggregation[:2] == (Decision.LOCAL, Reason.CONTEXT)
-        assert planned([roomy], prefill, wanted, mode=mode).prefill is not None
 
 
 def test_incompatible_instances_are_never_paired() -> None:
