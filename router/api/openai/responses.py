@@ -9,6 +9,7 @@ The bodies are msgspec structs and not pydantic models, since each token is an e
 from __future__ import annotations
 
 import asyncio
+import codecs
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,8 +148,8 @@ class Format(ABC, Generic[B]):
         self._texts = texts
 
     @abstractmethod
-    def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
-        """The chunk's log-probabilities, if requested; the choice's text before it has `num_chars`."""
+    def logprobs(self, chunk: common_pb2.TokenChunk, offset: TextOffset) -> Logprobs | None:
+        """The chunk's log-probabilities, if requested; `offset` is that of its first token, and is moved behind it."""
 
     def echo(
         self, prompt_index: int, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk
@@ -176,10 +177,10 @@ class CompletionFormat(Format[CompletionBody]):
     def num_prompts(self) -> int:
         return len(self.body.prompt)
 
-    def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
+    def logprobs(self, chunk: common_pb2.TokenChunk, offset: TextOffset) -> Logprobs | None:
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(self._texts, candidates_of(chunk.logprobs), num_chars, self.body.logprobs)
+        return completion_logprobs(self._texts, candidates_of(chunk.logprobs), offset, self.body.logprobs)
 
     def echo(
         self, prompt_index: int, prompt: tuple[int, ...], chunk: common_pb2.TokenChunk
@@ -198,7 +199,7 @@ class ChatFormat(Format[ChatBody]):
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
-    def logprobs(self, chunk: common_pb2.TokenChunk, num_chars: int) -> Logprobs | None:
+    def logprobs(self, chunk: common_pb2.TokenChunk, offset: TextOffset) -> Logprobs | None:
         if not self.body.logprobs:
             return None
         return chat_logprobs(self._texts, candidates_of(chunk.logprobs), self.body.top_logprobs or 0)
@@ -226,7 +227,7 @@ class ResponseBuilder(ABC):
 
     def __post_init__(self) -> None:
         self._num_prompt = self._num_completion = self._num_cached = 0
-        self._num_chars: dict[int, int] = {}
+        self._offsets: dict[int, TextOffset] = {}
         self._with_calls: set[int] = set()
         self._echoes: dict[int, tuple[str, Logprobs | None]] = {}
 
@@ -248,16 +249,15 @@ class ResponseBuilder(ABC):
             self._echoes[prompt_index] = self.form.echo(prompt_index, prompt, chunk)
         self._num_completion += len(chunk.token_ids)
         index = prompt_index * self.form.body.n + chunk.choice
-        is_first = index not in self._num_chars
+        is_first = index not in self._offsets
         echo, echo_logprobs = self._echoes[prompt_index] if is_first else ("", None)
-        num_chars = self._num_chars.get(index, len(echo))
-        self._num_chars[index] = num_chars + len(chunk.text)
+        offset = self._offsets.setdefault(index, TextOffset(len(echo)))
         choice = Choice(index, echo + (message.delta.content if message.HasField("delta") else chunk.text))
         choice.reasoning = message.delta.reasoning or UNSET
         if message.delta.tool_calls:
             self._with_calls.add(index)
             choice.tool_calls = list(map(ToolCall.of, message.delta.tool_calls))
-        choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, num_chars)))
+        choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, offset)))
         if self.form.body.return_token_ids:
             choice.token_ids = list(chunk.token_ids)
             choice.prompt_token_ids = prompt if is_first else UNSET
@@ -374,8 +374,20 @@ class TokenTexts:
         return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], text_offset: int, top: int) -> Logprobs:
-    """The four columns of /v1/completions; the first token's text begins at `text_offset` characters."""
+class TextOffset:
+    """Where the text of a choice's next token begins, in characters. Known by the tokens alone, since a part of their
+    text may not have been delivered yet; a character of several tokens counts where it is complete."""
+
+    def __init__(self, num_chars: int) -> None:
+        self.num_chars = num_chars
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: bytes) -> None:
+        self.num_chars += len(self._decoder.decode(token))
+
+
+def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offset: TextOffset, top: int) -> Logprobs:
+    """The four columns of /v1/completions; `offset` is that of the first token, and is moved behind the last."""
     columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for candidates in positions:
         chosen = candidates[0]
@@ -384,16 +396,22 @@ def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], text
         columns["tokens"].append(token)
         columns["token_logprobs"].append(_finite(chosen.logprob))
         columns["top_logprobs"].append({texts.of(item.token_id): _finite(item.logprob) for item in best})
-        columns["text_offset"].append(text_offset)
-        text_offset += len(token)
+        columns["text_offset"].append(offset.num_chars)
+        offset.add(texts.data_or_text(chosen.token_id))
     return columns
 
 
 def prompt_logprobs(texts: TokenTexts, prompt: Sequence[int], positions: Sequence[Candidates], top: int) -> Logprobs:
     """The same of an echoed prompt, whose first token has no prediction."""
-    first = texts.of(prompt[0])
-    columns: Logprobs = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-    for name, column in completion_logprobs(texts, positions[1:], len(first), top).items():
+    first, offset = prompt[0], TextOffset(0)
+    columns: Logprobs = {
+        "tokens": [texts.of(first)],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    offset.add(texts.data_or_text(first))
+    for name, column in completion_logprobs(texts, positions[1:], offset, top).items():
         columns[name] += column
     return columns
 

@@ -10,7 +10,7 @@ import pytest
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.requests import CompletionBody
-from router.api.openai.responses import CompletionFormat, TokenTexts
+from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts
 from router.dispatch.handler import Siblings
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
@@ -18,6 +18,7 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT
+from tests.tokenizer_builders import byte_level
 from tests.waiting import until
 
 
@@ -156,7 +157,7 @@ async def test_logprobs_have_four_columns(run_http: RunHttp, model: ServedModel)
         assert logprobs.tokens == texts
         assert logprobs.token_logprobs == [0.0, -0.5, -1.0]
         assert logprobs.top_logprobs == [{text: -0.5 * i} for i, text in enumerate(texts)]
-        assert logprobs.text_offset == [0, len(text_of(ids[:1])), len(text_of(ids[:2]))]
+        assert logprobs.text_offset == [0, len(texts[0]), len(texts[0] + texts[1])]
 
 
 async def test_an_echo_precedes_every_choice(run_http: RunHttp) -> None:
@@ -171,7 +172,7 @@ async def test_an_echo_precedes_every_choice(run_http: RunHttp) -> None:
             assert echoed.logprobs.token_logprobs == [None, *[-1.0] * 5, 0.0, -0.5, -1.0]
             assert len(echoed.logprobs.tokens or []) == 9
             offsets = echoed.logprobs.text_offset or []
-            assert offsets[:6] == [0, 1, 2, 3, 4, 5], "a token a byte"
+            assert offsets[:6] == [0, 1, 1, 2, 3, 4], "a token a byte; a character counts where it is complete"
             assert offsets[6] == len("héllo")
         streamed = await http.openai.completions.create(
             model="fake", prompt="héllo", max_tokens=3, seed=SEED, echo=True, stream=True
@@ -275,3 +276,21 @@ async def test_prompts_that_other_requests_leave_no_room_are_a_429(run_http: Run
         permits.release()
         permits.release()
         assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 3, 100])
+def test_text_offsets_do_not_depend_on_how_much_text_is_delivered_with_the_tokens(num_at_once: int) -> None:
+    """What may become a stop string, or is a part of a character, comes later."""
+    tokenizer = byte_level()
+    assert tokenizer.token_bytes is not None
+    form = CompletionFormat(CompletionBody.parse(b'{"prompt": "x", "logprobs": 0}'), TokenTexts(tokenizer))
+    all_ids, offset, offsets = tokenizer.encode("It is\n漢字.\n\tYes"), TextOffset(0), list[int]()
+    for at in range(0, len(all_ids), num_at_once):
+        chunk = common_pb2.TokenChunk(token_ids=all_ids[at : at + num_at_once])
+        for token_id in chunk.token_ids:
+            chunk.logprobs.add().candidates.add(token_id=token_id, logprob=-1.0, rank=1)
+        columns = form.logprobs(chunk, offset)
+        assert columns is not None
+        offsets += columns["text_offset"]
+    data = [tokenizer.token_bytes.of(one) for one in all_ids]
+    assert offsets == [len(b"".join(data[:number]).decode(errors="ignore")) for number in range(len(data))]
