@@ -11,6 +11,7 @@ import logging
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,6 @@ from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, EngineRequest, TokenLogprob, TokensEvent
 from engine.errors import EngineError, InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
-from engine.machine import set_num_threads
 from engine.ranks import RankLost
 from engine.sampling.grammar import CompiledGrammar
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
@@ -34,6 +34,7 @@ from engine.text.detokenizer import OutputProcessor
 from engine.text.messages import template_messages
 from engine.text.tokenizer import Tokenizer, missing_tokenizer
 from engine.text.tool_calls import tool_format_of
+from engine.torch_settings import own_torch_settings
 from engine.vllm_names import engine_fields
 
 _log = logging.getLogger(__name__)
@@ -118,11 +119,16 @@ class LLM:
             raise UnsupportedModel(f"{problem}, or set skip_tokenizer_init=True for prompts of token ids")
         self.tokenizer = None if skip_tokenizer_init else Tokenizer.from_folder(folder)
         self._defaults = GenerationDefaults.from_folder(folder, self.tokenizer, skips_tokenizer=skip_tokenizer_init)
-        set_num_threads(config.num_threads, num_processes=config.parallelism.num_ranks)
+        self._num_threads, self._num_ranks = config.num_threads, config.parallelism.num_ranks
         self._woken = threading.Event()
-        self.core = EngineCore(config, wake=self._woken.set)
+        with self.torch_settings():
+            self.core = EngineCore(config, wake=self._woken.set)
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def torch_settings(self) -> AbstractContextManager[None]:
+        """A block in which torch has this LLM's threads and its own defaults, for callers that step `core`."""
+        return own_torch_settings(self._num_threads, num_processes=self._num_ranks)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `apply_chat_template`. It is not transformers' class."""
@@ -151,7 +157,8 @@ class LLM:
         batch = _Batch(self.core, self._woken)
         is_default = sampling_params is None
         outputs = [self._add(batch, prompt, params, is_default) for prompt, params in zip(listed, each, strict=True)]
-        batch.generate(use_tqdm=use_tqdm)
+        with self.torch_settings():
+            batch.generate(use_tqdm=use_tqdm)
         return outputs
 
     def chat(

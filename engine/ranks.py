@@ -127,7 +127,7 @@ class SocketStages:
 
     def receive(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
         assert self._before is not None
-        x = torch.empty(num_rows, num_columns, dtype=dtype)
+        x = torch.empty(num_rows, num_columns, dtype=dtype, device="cpu")
         left = _bytes_of(x)
         while left:
             try:

@@ -84,7 +84,7 @@ class CpuAttention:
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty(query.shape, dtype=query.dtype, device="cpu")
         _, num_heads, head_dim = query.shape
         num_kv_heads, block_size = kv_cache.shape[3:5]
         group = num_heads // num_kv_heads
@@ -127,7 +127,7 @@ def _make_plan(metadata: AttentionMetadata) -> _Plan:
         return _plan_of_single_tokens(metadata)
     tiles = query_tiles(metadata.query_start_loc.tolist(), metadata.seq_lens.tolist(), TILE_TOKENS)
     return _Plan(
-        tiles=torch.tensor(tiles, dtype=torch.int32),
+        tiles=torch.tensor(tiles, dtype=torch.int32, device="cpu"),
         max_tile_tokens=max(tile[2] for tile in tiles),
         num_visible=sum(tile[2] + tile[3] for tile in tiles),
     )
@@ -138,7 +138,7 @@ def _plan_of_single_tokens(metadata: AttentionMetadata) -> _Plan:
     assert metadata.seq_lens.dtype == torch.int32
     assert metadata.seq_lens.is_contiguous()
     num_requests = len(metadata.seq_lens)
-    tiles = torch.empty((num_requests, 4), dtype=torch.int32)
+    tiles = torch.empty((num_requests, 4), dtype=torch.int32, device="cpu")
     arguments = _TilesArguments(0, num_requests, metadata.seq_lens.data_ptr(), tiles.data_ptr())
     launcher_for(cpu_kernels.single_tiles_address, tiles.dtype)(None, arguments)
     return _Plan(tiles, 1, num_requests * metadata.max_seq_len)

@@ -259,7 +259,7 @@ class _Temporaries:
             return tensor
         size = 1 << (num_bytes - 1).bit_length()  # steps of other numbers of rows share the memory
         free = self._free[size]
-        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        memory = free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
         owner = (ctypes.c_uint8 * num_bytes).from_address(memory.data_ptr())
         weakref.finalize(owner, free.append, memory)  # the tensor's storage keeps its owner
         return torch.frombuffer(owner, dtype=tensor.dtype).view(tensor.shape)

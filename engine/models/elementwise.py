@@ -139,7 +139,7 @@ class CompiledElementwise(Elementwise):
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-        output = torch.empty((rows, columns), dtype=gate_up.dtype)
+        output = torch.empty((rows, columns), dtype=gate_up.dtype, device="cpu")
         arguments = _SiluArguments(0, rows, columns, gate_up.data_ptr(), output.data_ptr())
         _launch(kernels.silu_and_mul_address, gate_up.dtype, rows * columns, arguments)
         return output
@@ -150,7 +150,7 @@ def to_float32(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     if x.dtype == torch.float32 or x.numel() % WIDTH or not is_compiled_for(x.dtype):
         return x.float()
-    output = torch.empty(x.shape, dtype=torch.float32)
+    output = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     arguments = _ConversionArguments(0, x.numel() // WIDTH, x.data_ptr(), output.data_ptr())
     _launch(kernels.to_float32_address, x.dtype, x.numel(), arguments)
     return output

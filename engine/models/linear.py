@@ -56,7 +56,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 def are_kernels(dtype: torch.dtype, quantization: Quantization) -> bool:
     """Whether linear layers on CPU are computed by compiled kernels of our own, not by torch."""
-    return quantization != "none" or PanelLinear.supports(torch.empty((1, 2), dtype=dtype))
+    return quantization != "none" or PanelLinear.supports(torch.empty((1, 2), dtype=dtype, device="cpu"))
 
 
 class PackedLinear:
@@ -105,7 +105,7 @@ class PackedLinear:
             return False
         if dtype == torch.bfloat16:
             return _is_one_bfloat16_row_exact(self.in_features)
-        x = torch.randn(2, self.in_features, generator=torch.Generator().manual_seed(0))
+        x = _random(2, self.in_features, seed=0)
         alone, together = (self._product(rows, self._weight, None, "none", [], "") for rows in (x[:1], x))
         return torch.equal(alone, together[:1])
 
@@ -113,11 +113,16 @@ class PackedLinear:
 @functools.cache
 def _is_one_bfloat16_row_exact(in_features: int) -> bool:
     """As PackedLinear._is_one_row_exact, on 2^17 results: one in 2,000 to 20,000 shows another order of addition."""
-    weight, x = (torch.randn(n, in_features, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (512, 256))
+    weight, x = (_random(n, in_features, seed=n).bfloat16() for n in (512, 256))
     product = torch.ops.mkldnn._linear_pointwise.default
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     one_by_one = torch.cat([product(row, packed, None, "none", [], "") for row in x.split(1)])
     return torch.equal(one_by_one, product(x, packed, None, "none", [], ""))
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
@@ -151,8 +156,9 @@ class PanelLinear:
         self.out_features, self.in_features = weight.shape
         self._outputs = -(-self.out_features // WIDTH) * WIDTH
         self._panels = _in_panels(weight)
-        bias = torch.zeros(self.out_features) if bias is None else bias.float()
-        self._bias = torch.nn.functional.pad(bias, (0, -self.out_features % PANEL))
+        if bias is None:
+            bias = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
+        self._bias = torch.nn.functional.pad(bias.float(), (0, -self.out_features % PANEL))
         in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
         # Where two panels and the rows do not fit, the next panel would evict this one before its last rows.
         self._next_fits = 3 * self._panels[:1].nbytes <= second_level_bytes()

@@ -98,13 +98,14 @@ class QuantizedLinear:
         self._number_bytes = PANEL * inputs_per_number * matrix.bits // 8
         scales = torch.nn.functional.pad(matrix.scales, (0, 0, 0, missing))
         self._scales = scales.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
-        bias = torch.zeros(self.out_features) if bias is None else bias.float()
-        self._bias = torch.nn.functional.pad(bias, (0, missing))
+        if bias is None:
+            bias = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
+        self._bias = torch.nn.functional.pad(bias.float(), (0, missing))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         numbers = x.contiguous() if self._in_pairs else to_float32(x)
-        output = torch.empty((x.shape[0], self._outputs), dtype=self._stored_dtype)
+        output = torch.empty((x.shape[0], self._outputs), dtype=self._stored_dtype, device="cpu")
         num_threads = torch.get_num_threads()
         arguments = _Arguments(
             0,

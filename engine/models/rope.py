@@ -29,7 +29,7 @@ class RotaryEmbedding:
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> torch.Tensor:
     """float32 [head_dim / 2], radians per position of each pair."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     base = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
         return base / rope.factor
@@ -77,6 +77,6 @@ def _yarn(rope: RopeParameters, wave: torch.Tensor, head_dim: int) -> torch.Tens
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     span = (last - first) or 0.001
-    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / span).clamp(0, 1)
+    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - first) / span).clamp(0, 1)
     kept = 1 - slowed
     return 1.0 / (rope.factor * wave) * (1 - kept) + 1.0 / wave * kept

@@ -125,9 +125,8 @@ class DummyWeights(WeightSource):
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         # Uniform numbers are generated several times faster than normal ones.
         limit = std * 3**0.5
-        return (
-            torch.empty(shape).uniform_(-limit, limit, generator=generator).to(device=self._device, dtype=self._dtype)
-        )
+        numbers = torch.empty(shape, dtype=torch.float32, device="cpu").uniform_(-limit, limit, generator=generator)
+        return numbers.to(device=self._device, dtype=self._dtype)
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`."""

@@ -37,7 +37,8 @@ def draw(
     device, vocab = logits.device, logits.shape[1]
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    numbers = torch.tensor([(row, *spec) for row, spec in zip(rows, specs, strict=True)], dtype=torch.float64)
+    by_row = [(row, *spec) for row, spec in zip(rows, specs, strict=True)]
+    numbers = torch.tensor(by_row, dtype=torch.float64, device="cpu")
     draw_row[(len(rows),)](
         logits, best, numbers.to(device), tokens, vocab, logits.stride(0),
         BLOCK=min(_BLOCK, triton.next_power_of_2(vocab)), num_warps=16,

@@ -102,7 +102,8 @@ def measure_latency(
     prompts = _prompts(llm, seed)
     done = []
     for index in range(num_warm_up + num_iterations):
-        iteration = _run_batch(llm, batch, [prompts(batch.input_len) for _ in range(batch.size)])
+        with llm.torch_settings():
+            iteration = _run_batch(llm, batch, [prompts(batch.input_len) for _ in range(batch.size)])
         if index >= num_warm_up:
             done.append(iteration)
         on_progress(1)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +103,19 @@ def test_what_has_no_room_is_refused_with_the_flag_that_makes_room(llm: LLM) -> 
         measure_latency(llm, Batch(8, 200, 57), num_iterations=1, num_warm_up=0)
     with pytest.raises(CannotMeasure, match="--output-len"):
         measure_throughput(llm, [(8, 8), (8, limit)])
+
+
+def test_latency_is_that_of_the_engines_own_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, used = llm.core.step, set[int]()
+
+    def watched_step() -> list[Event]:
+        used.add(torch.get_num_threads())
+        return step()
+
+    monkeypatch.setattr(llm.core, "step", watched_step)
+    torch.set_num_threads(2)
+    measure_latency(llm, Batch(1, 8, 2), num_iterations=1, num_warm_up=1)
+    assert used == {1}
 
 
 def test_throughput_counts_every_token_of_the_measured_requests(llm: LLM) -> None:
