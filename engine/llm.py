@@ -10,7 +10,7 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engine.checkpoint import resolve
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.core.messages import AbortRequests, EngineRequest, TokenLogprob, TokensEvent
+from engine.core.messages import AbortRequests, EngineRequest, ErrorKind, TokenLogprob, TokensEvent
 from engine.errors import EngineError, InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.ranks import RankLost
@@ -61,7 +61,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None for EOS."""
     error: str | None = None
-    """Why `finish_reason` is error: no token was left that the parameters allow. What came before is in the output."""
+    """Why `finish_reason` is error, such as parameters that leave no token, or logits of the model that are not finite.
+    What came before is in the output."""
     cumulative_logprob: float | None = None
     """Sum over the output tokens; None unless `logprobs` was requested."""
     logprobs: list[dict[int, Logprob]] | None = None
@@ -87,6 +88,8 @@ class RequestOutput:
         return getattr(self.outputs[0], name)
 
 
+_OF_CALL: Collection[ErrorKind | None] = ("invalid_constraint", "no_room")
+"""Errors of constraints, which end the call. Any other is that of one output."""
 _IDLE_S = 0.25
 """Longest pause between steps without work, for deadlines."""
 
@@ -150,7 +153,8 @@ class LLM:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
         in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid or its
         constraint cannot be compiled, and EngineError if that takes longer than `grammar_s` for one of them. An output
-        whose parameters leave no token to sample, which shows only then, ends with finish_reason error."""
+        that fails later, since its parameters leave no token or the model's logits are not finite, ends with
+        finish_reason error."""
         listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _one_for_each(given, len(listed))
@@ -330,7 +334,7 @@ class _Batch:
 
     def _apply(self, event: TokensEvent) -> None:
         choice = self._running[event.request_id]
-        if event.finish_reason == "error" and event.error_kind != "nothing_allowed":
+        if event.error_kind in _OF_CALL:
             raise EngineError(f"{event.request_id}: {event.error}")
         output = choice.output
         if event.finish_reason == "error":

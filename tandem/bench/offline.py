@@ -133,8 +133,11 @@ def measure_throughput(
     def generate(some: list[tuple[int, int]], *, use_tqdm: bool) -> int:
         requests = [prompts(input_len) for input_len, _ in some]
         params = [_greedy(output_len) for _, output_len in some]
-        answers = llm.generate(requests, params, use_tqdm=use_tqdm)
-        return sum(len(answer.outputs[0].token_ids) for answer in answers)
+        outputs = [answer.outputs[0] for answer in llm.generate(requests, params, use_tqdm=use_tqdm)]
+        for output in outputs:
+            if output.error is not None:
+                raise CannotMeasure(f"a request failed: {output.error}")
+        return sum(len(output.token_ids) for output in outputs)
 
     if num_warm_up:
         generate(lengths[:num_warm_up], use_tqdm=False)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine import LLM, SamplingParams
 from engine.errors import CapacityError, EngineError, InvalidCheckpoint, InvalidRequest, UnsupportedModel
@@ -20,7 +21,7 @@ from protos.tandem.v1 import generation_pb2
 from router.api.openai.chat_messages import Message
 from router.request.chat import template_messages
 from tandem.demo import MODEL_DIR
-from tests.builders import lively_checkpoint
+from tests.builders import lively_checkpoint, lively_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 QUESTION = [{"role": "user", "content": "Who mends tandems?"}]
@@ -270,3 +271,22 @@ def test_a_size_with_which_nothing_can_run_is_rejected(checkpoint: Path, name: s
 def test_without_a_size_the_pool_is_what_the_requests_can_use(checkpoint: Path) -> None:
     info = LLM(checkpoint, skip_tokenizer_init=True, max_num_seqs=2, max_model_len=64).core.info
     assert info.num_blocks == 2 * (64 // 16 + 1)
+
+
+def test_a_prompt_that_fails_ends_alone(tmp_path: Path) -> None:
+    """Of a batch whose other outputs may have taken hours."""
+    model = lively_model("llama", tie_word_embeddings=False)
+    model.model.embed_tokens.weight.data[999] = torch.nan
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, dtype="float32", num_gpu_blocks_override=64, skip_tokenizer_init=True)
+    params = SamplingParams(temperature=1.0, max_tokens=4, n=2, seed=3, ignore_eos=True, logit_bias={999: -100.0})
+    first, failed, last = llm.generate([[1, 2, 3], [999, 5], [4, 5, 6]], params, use_tqdm=False)
+    assert failed.finished
+    for output in failed.outputs:
+        assert (output.token_ids, output.finish_reason) == ([], "error")
+        assert output.error == "the model's logits are not finite: no token can be sampled"
+    alone = llm.generate([[1, 2, 3], [4, 5, 6]], params, use_tqdm=False)
+    for found, expected in zip((first, last), alone, strict=True):
+        assert [len(output.token_ids) for output in found.outputs] == [4, 4]
+        assert [output.token_ids for output in found.outputs] == [output.token_ids for output in expected.outputs]
+    assert (llm.core.load.running_blocks, llm.core.load.num_waiting) == (0, 0)

@@ -18,6 +18,7 @@ from engine.core.messages import Event, TokensEvent
 from tandem.bench.offline import Batch, CannotMeasure, measure_latency, measure_throughput, spread_lengths
 from tandem.cli import main
 from tandem.demo import MODEL_DIR
+from tests.builders import lively_model
 
 STEP_S = 0.05
 
@@ -116,6 +117,15 @@ def test_latency_is_that_of_the_engines_own_threads(llm: LLM, monkeypatch: pytes
     torch.set_num_threads(2)
     measure_latency(llm, Batch(1, 8, 2), num_iterations=1, num_warm_up=1)
     assert used == {1}
+
+
+def test_throughput_of_a_model_that_fails_is_not_measured(tmp_path: Path) -> None:
+    model = lively_model("llama", tie_word_embeddings=False)
+    model.model.embed_tokens.weight.data[3:] = torch.nan  # the warm-up takes token 0
+    model.save_pretrained(tmp_path)
+    broken = LLM(tmp_path, skip_tokenizer_init=True, num_gpu_blocks_override=64)
+    with pytest.raises(CannotMeasure, match="a request failed: the model's logits are not finite"):
+        measure_throughput(broken, [(5, 3)])
 
 
 def test_throughput_counts_every_token_of_the_measured_requests(llm: LLM) -> None:
