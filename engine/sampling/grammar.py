@@ -83,6 +83,7 @@ class GrammarCompiler:
         self._library = _Library(folder, vocab_size)
         self._wake = wake
         num_threads = max(1, min(_MAX_THREADS, useful_threads() - 1))  # a core is left to the steps
+        # An exit waits for them. It would not for daemons, and one that returns from xgrammar then aborts the process.
         self._threads = ThreadPoolExecutor(num_threads, "grammar", _prepare_thread, (self._library,))
         self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
         self._pending: dict[Constraint, CompiledGrammar] = {}
