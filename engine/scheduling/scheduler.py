@@ -15,8 +15,8 @@ prefill or decode phase.
 
 from __future__ import annotations
 
-from bisect import insort
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 from engine.config import EngineConfig
 from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, StepCost, TokensEvent
@@ -32,9 +32,7 @@ from engine.scheduling.scheduler_output import (
     SchedulerOutput,
     needs_prompt_logprobs,
 )
-
-_MAX_PLANNED = 64
-"""Waiting requests whose TTFT a step takes into account."""
+from engine.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class Scheduler:
     requests: dict[str, Request] = field(default_factory=dict)
     compiling: dict[str, Request] = field(default_factory=dict)
     """Requests that wait for their grammar."""
-    waiting: list[Request] = field(default_factory=list)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Request] = field(default_factory=list)
     loading: dict[str, Request] = field(default_factory=dict)
     held: dict[str, list[KVBlock]] = field(default_factory=dict)
@@ -135,7 +133,7 @@ class Scheduler:
         """End requests that have waited too long for a grammar, blocks, KV, seed or a step."""
         self._now = now
         compiling = (request for request in self.compiling.values() if not request.is_compiled)
-        for request in [*self.loading.values(), *self.waiting, *self.running, *compiling]:
+        for request in [*self.loading.values(), *self.waiting.expiring, *self.running, *compiling]:
             if (error := request.expired(now)) is not None:
                 self._fail(request, *error)
 
@@ -223,15 +221,14 @@ class Scheduler:
         bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams, prompts))
         num_calm = min((bound for bound in bounds if bound is not None), default=None)
         paced = [request.paced(self._now) for request in streams if request.spec.itl_s is not None]
-        untouched = [request for request in self.waiting if request.waits_on_time][:_MAX_PLANNED]
-        candidates = [*(request for request in prompts if not request.is_late), *untouched]
+        candidates = [*(request for request in prompts if not request.is_late), *self.waiting.first_on_time()]
         if cost is None or not (paced or any(request.has_ttft for request in candidates)):
             return min(max_tokens, num_calm or max_tokens)
         planned = [request.planned(self._now) for request in candidates]
         late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         self._put_last([candidates[index] for index in late])
         left = [prompt for index, prompt in enumerate(planned) if index not in late]
-        are_late = bool(paced) and any(request.is_late for request in (*prompts, *self.waiting))
+        are_late = bool(paced) and any(request.is_late for request in chain(prompts, self.waiting.with_ttft))
         return step_budget.prompt_budget(cost, paced, len(streams), left, max_tokens, num_calm, are_late=are_late)
 
     def _put_last(self, late: list[Request]) -> None:
@@ -240,7 +237,8 @@ class Scheduler:
             request.is_late = True
             if request.status is RequestStatus.RUNNING and request.is_untouched and not request.is_offered:
                 self._preempt(request)
-        self.waiting.sort(key=lambda request: request.order)
+        if late:
+            self.waiting.sort()
 
     def _num_stretched_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
         """None: no bound."""
@@ -253,7 +251,7 @@ class Scheduler:
     def _num_able_to_begin(self) -> int:
         """Waiting prompts that lack neither a place in the batch nor blocks, prefix hits aside."""
         num_places = self.config.max_num_seqs - len(self.running) - len(self.loading)
-        able = [request for request in self.waiting[: max(num_places, 0)] if not request.awaits_kv]
+        able = [request for request in islice(self.waiting, max(num_places, 0)) if not request.awaits_kv]
         moved = next((request for request in able if request.is_handed_over), None)
         if moved is not None and not self._may_hold(moved, moved.num_initial_tokens):
             able = [request for request in able if not request.is_handed_over]
@@ -262,12 +260,15 @@ class Scheduler:
         return len(able) if needed and self.kv.num_blocks_for(needed[0]) <= self.kv.pool.num_available else 0
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
-        """None: no bound, since other prompts lengthen the step anyway."""
-        entering = [request for request in (*prompts, *self.waiting) if not request.awaits_kv]
-        if not (entering and all(request.is_entering for request in entering)):
-            return None
-        num_left = sum(request.num_uncomputed_tokens for request in entering)
-        return step_budget.entering_tokens(self.step_cost, len(streams), num_left)
+        """None: no bound, since other prompts lengthen the step anyway, or too many enter."""
+        num_left, most = 0, step_budget.most_entering(self.config.max_num_batched_tokens)
+        for request in chain(prompts, self.waiting if streams else ()):
+            if request.awaits_kv:
+                continue
+            num_left += request.num_uncomputed_tokens
+            if not request.is_entering or num_left > most:
+                return None
+        return step_budget.entering_tokens(self.step_cost, len(streams), num_left) if num_left else None
 
     def _schedule_running(
         self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest], *, may_preempt: bool = True
@@ -305,7 +306,7 @@ class Scheduler:
     def _queue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING
         request.deadline = now + remote_kv.reservation_s if (remote_kv := request.spec.remote_kv) else None
-        insort(self.waiting, request, key=lambda other: other.order)
+        self.waiting.add(request)
 
     def _admit(self, budget: int, scheduled: list[ScheduledRequest], *, may_be_late: bool) -> int:
         """Begin waiting requests. Their prefix may be what this step computes for others: none of these is preempted
@@ -314,13 +315,12 @@ class Scheduler:
             self.kv.expect(share.request, share.start + share.num_tokens)
         num_streams = sum(not request.is_handed_over for request in (*self.loading.values(), *self.running))
         num_held_back, is_spent, may_hand_over = 0, False, True
-        has_remote = any(request.awaits_kv for request in self.waiting)
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
             is_moved, is_local = request.is_handed_over, not request.awaits_kv
             may_hand_over = may_hand_over and (not is_moved or self._may_hold(request, request.num_initial_tokens))
             is_spent = is_spent or (budget == 0 and is_local and not self._num_external_tokens(request, 0))
-            if is_spent and not has_remote:
+            if is_spent and not self.waiting.num_awaiting_kv:
                 break
             is_held_back = (is_moved and not may_hand_over) or (is_spent and is_local)
             if is_held_back or not self._may_begin(request, num_streams) or (request.is_late and not may_be_late):
@@ -412,7 +412,7 @@ class Scheduler:
             self._run(request, request.num_computed_tokens)
         else:
             request.status = RequestStatus.PREEMPTED
-            insort(self.waiting, request, key=lambda other: other.order)
+            self.waiting.add(request)
 
     def _run(self, request: Request, num_ready_tokens: int) -> None:
         """`num_ready_tokens`: those whose KV is in the blocks already, not only at the end of this step."""
@@ -459,7 +459,7 @@ class Scheduler:
         self.kv.pool.release(self.kv.close_table(request.request_id))
         request.status = RequestStatus.WAITING if request.is_untouched else RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        insort(self.waiting, request, key=lambda other: other.order)
+        self.waiting.add(request)
 
     def _append_token(self, request: Request, sampled: Sampled) -> None:
         token_id = sampled.token_ids.get(request.request_id)
@@ -487,7 +487,7 @@ class Scheduler:
             del self.loading[request.request_id]
         elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             del self.compiling[request.request_id]
-        elif request in self.waiting:
+        else:
             self.waiting.remove(request)
         del self.requests[request.request_id]
         request.status = RequestStatus.FINISHED

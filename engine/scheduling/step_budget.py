@@ -161,6 +161,11 @@ def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> i
     return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
 
 
+def most_entering(max_tokens: int) -> int:
+    """With more prompt tokens than these `entering_tokens` bounds no step of `max_tokens`."""
+    return _ENTERING_STEPS * max_tokens
+
+
 def stretched_tokens(cost: StepCost | None, num_streams: int, num_prompts: int, stretch: float) -> int | None:
     """Prompt tokens of the next step that lengthen one of `num_streams` streams alone to `stretch` times, or more where
     some of `num_prompts` wait behind others. None: no bound, while it is not known what tokens cost."""
