@@ -306,10 +306,12 @@ class _Batch:
         self._queued.append(choices[0])
 
     def generate(self, *, use_tqdm: bool) -> None:
-        """Step the core until every choice is finished. On an error all choices are aborted."""
+        """Step the core until every choice is finished. On an error all choices are aborted; at the start, what is left
+        of a call in which Ctrl-C interrupted that as well."""
         total, disable = len(self._queued), not use_tqdm
         self._progress = tqdm(total=total, desc="Generating", unit="req", disable=disable, dynamic_ncols=True)
         try:
+            self._core.handle(AbortRequests(list(self._core.scheduler.requests)))
             self._start(self._queued)
             self._core.await_grammars()
             while self._running:

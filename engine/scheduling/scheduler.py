@@ -481,15 +481,15 @@ class Scheduler:
         self._finish(request, "error")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.status is RequestStatus.RUNNING:
+        """May be repeated for a request at which Ctrl-C interrupted it."""
+        if request.status is RequestStatus.RUNNING and request in self.running:
             self.running.remove(request)
         elif request.status is RequestStatus.LOADING:
-            del self.loading[request.request_id]
+            self.loading.pop(request.request_id, None)
         elif request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            del self.compiling[request.request_id]
+            self.compiling.pop(request.request_id, None)
         else:
             self.waiting.remove(request)
-        del self.requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         blocks = self.kv.close_table(request.request_id)
@@ -497,3 +497,4 @@ class Scheduler:
             self.held[request.request_id] = blocks
         else:
             self.kv.pool.release(blocks)
+        del self.requests[request.request_id]

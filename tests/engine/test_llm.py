@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 import sys
@@ -14,7 +15,11 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.core.core import EngineCore
 from engine.errors import CapacityError, EngineError, InvalidCheckpoint, InvalidRequest, UnsupportedModel
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.waiting_queue import WaitingQueue
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import tool_format_of
 from protos.tandem.v1 import generation_pb2
@@ -204,6 +209,51 @@ def test_the_models_own_max_tokens_is_cut_to_the_context(tmp_path: Path, checkpo
     assert len(answer.outputs[0].token_ids) == 29
     with pytest.raises(InvalidRequest, match=r"max_tokens: .*allowed: 1\.\.29"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1000), use_tqdm=False)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, *, call: int, begins: bool) -> None:
+    """Raise KeyboardInterrupt in that call of a method, counted from 1: before it begins, or after it has ended."""
+    original, calls = getattr(owner, method), itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        is_interrupted = next(calls) == call
+        result = None if is_interrupted and begins else original(*args)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, method, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "call", "begins"),
+    [
+        (Scheduler, "abort", 1, True),
+        (Scheduler, "abort", 4, False),
+        (WaitingQueue, "remove", 1, True),
+        (WaitingQueue, "remove", 1, False),
+        (KVCacheManager, "close_table", 1, True),
+        (KVCacheManager, "close_table", 4, False),
+    ],
+)
+def test_what_a_call_interrupted_twice_has_left_is_not_computed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int, begins: bool
+) -> None:
+    llm = LLM(checkpoint, num_gpu_blocks_override=64, max_num_seqs=2, skip_tokenizer_init=True)
+    [expected] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    scheduler = llm.core.scheduler
+    with monkeypatch.context() as patched:
+        interrupt(patched, EngineCore, "compute", call=2, begins=True)
+        interrupt(patched, owner, method, call=call, begins=begins)  # of the aborts that follow
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[7, number] for number in range(6)], GREEDY, use_tqdm=False)
+    assert scheduler.requests
+    num_prefilled = scheduler.counters.num_prefilled_tokens
+    [answer] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert scheduler.counters.num_prefilled_tokens == num_prefilled + 2
+    assert (scheduler.requests, list(scheduler.waiting), scheduler.running) == ({}, [], [])
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
 
 
 def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:

@@ -145,3 +145,13 @@ def test_any_number_of_aborts_reads_the_waiting_requests_once() -> None:
     assert num_read_in_a_step(scheduler) < NUM_WAITING + 20
     assert num_read_in_a_step(scheduler) < 20
     assert not scheduler.waiting
+
+
+def test_an_interrupted_abort_can_be_repeated() -> None:
+    scheduler = with_streams()
+    first, second = scheduler.running
+    scheduler.running.remove(first)  # so far the first abort came
+    for one in (first, second):
+        scheduler.abort(one.request_id)
+    assert (scheduler.requests, scheduler.running) == ({}, [])
+    assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
