@@ -65,9 +65,9 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Insert a request at its place in the order."""
+        requests = self._settled()  # before it is a member again, if it was removed
         self._count(request, 1)
         self._members.add(request)
-        requests = self._settled()
         if requests and request.order < requests[-1].order:
             insort(requests, request, key=_order)
         else:

@@ -52,6 +52,14 @@ def test_requests_are_in_order_whatever_is_added_and_removed(seed: int) -> None:
             assert bool(list(queue.with_ttft)) == any(one.spec.ttft_s for one in expected)
 
 
+def test_a_removed_request_may_come_back() -> None:
+    queue, only = WaitingQueue(), request(1)
+    queue.add(only)
+    queue.remove(only)
+    queue.add(only)
+    assert list(queue) == [only]
+
+
 def test_a_request_that_does_not_wait_is_not_removed_again() -> None:
     queue, first, second = WaitingQueue(), request(1, remote_kv=REMOTE_KV), request(2, remote_kv=REMOTE_KV)
     queue.add(first)
