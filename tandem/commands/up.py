@@ -131,7 +131,7 @@ _DEMO_TOKENS = 60
 @click.option(
     "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     help="cuda: each instance on a GPU of its own; fewer are shared, which requires --kv-memory. Several ranks: each "
-    "on a GPU, without a KV connector only (docs/gpu.md).",
+    "on a GPU, without a KV connector only (docs/gpu.md). With --engine vllm its build decides.",
 )  # fmt: skip
 @click.option(
     "--tensor-parallel-size", type=IntRange(min=1), default=1, show_default=True,
@@ -220,11 +220,11 @@ def command(
     from engine.text.tokenizer import missing_tokenizer
 
     try:
-        if engine == "vllm":
-            check_vllm(str(sizes["engine_python"] or sys.executable))
+        vllm_gpus = check_vllm(str(sizes["engine_python"] or sys.executable)) if engine == "vllm" else None
         settings = StackSettings(
             model=resolve(model),
             engine=engine,
+            vllm_gpus=vllm_gpus,
             model_name=served_model_name or ("demo" if model == "demo" else display_name(model)),
             connector=connector,
             disaggregation=disaggregation,

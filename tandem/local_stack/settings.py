@@ -34,6 +34,8 @@ class StackSettings:
     model_name: str
     engine: EngineKind = "tandem"
     engine_python: str | None = None
+    vllm_gpus: tuple[str, ...] | None = None
+    """Those that engine_python's vLLM finds, as in CUDA_VISIBLE_DEVICES. None: it computes on something else."""
     num_prefill: int = 1
     num_decode: int = 1
     max_prefill: int = 0
@@ -115,6 +117,11 @@ class StackSettings:
     def parallelism(self) -> Parallelism:
         """How each instance divides the model."""
         return Parallelism(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the instances compute on GPUs: vLLM's build decides, of the built-in engine `device`."""
+        return self.vllm_gpus is not None if self.engine == "vllm" else self.device == "cuda"
 
     @property
     def num_planned(self) -> int:

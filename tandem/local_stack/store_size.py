@@ -44,7 +44,7 @@ def store_size(settings: StackSettings, folder: Path, available: int) -> StoreSi
     except OSError:
         return None
     if in_memory:
-        given = settings.kv_cache_bytes if settings.device == "cpu" else None
+        given = None if settings.on_gpus else settings.kv_cache_bytes
         free = min(free, available - (given or 0) * settings.num_planned)
     return StoreSize(max(_MIN_BYTES, min(_MAX_BYTES, free // _SHARE)), in_memory)
 

