@@ -54,6 +54,12 @@ class CapacityError(EngineError):
     """The request is valid but this engine has no room for it, now or ever; the message gives both sizes."""
 
 
+class DeviceUnavailable(EngineError):
+    """The GPU or its driver cannot be used now; the message says why."""
+
+    may_pass = True
+
+
 class EngineStartError(EngineError):
     """The engine core has ended while it loaded, because of its settings or its model: the same start fails again."""
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import CapacityError
+from engine.config import Device, EngineConfig
+from engine.errors import CapacityError, DeviceUnavailable, EngineError
 from engine.executor.decode_graphs import CudaGraphCapture, GraphedDecoder, LaunchRecorder, capture_sizes
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
@@ -164,6 +164,25 @@ def bytes_for_kv(device: DeviceMemory, utilization: float, largest_step: Callabl
             f"and a step needs {for_steps}; raise gpu_memory_utilization, or lower max_num_batched_tokens"
         )
     return left
+
+
+def check_gpu(device: Device) -> None:
+    """Raises EngineError where torch has no CUDA, DeviceUnavailable where it cannot use this thread's GPU."""
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.init()
+        torch.empty(1, device="cuda")  # a GPU that another process has for itself is found only here
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError) as error:  # AssertionError: a torch for CPUs
+        kind = EngineError if isinstance(error, AssertionError) else DeviceUnavailable
+        first = str(error).partition("\n")[0].rstrip(". ")
+        raise kind(
+            f"engine.device is cuda: torch cannot use a GPU: {first}; it needs a torch for CUDA (this is "
+            f"{torch.__version__}), a driver for its version and a free GPU: `nvidia-smi` shows driver and processes; "
+            "without a GPU set engine.device (--device) to cpu"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ import torch
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import CapacityError, EngineError, UnsupportedModel
-from engine.executor.executor import Executor, OneProcessExecutor, no_kv_memory
+from engine.executor.executor import Executor, OneProcessExecutor, check_gpu, no_kv_memory
 from engine.executor.process import Ready, Start
 from engine.executor.step import AllocateKV, Int64, Logits, Message, Step, StepInputs
 from engine.executor.worker import forward_part, load_distributed_part, load_part, map_kv, own_kv, rank_view
@@ -50,12 +50,15 @@ _SHUTDOWN_S = 3.0
 
 
 def make_executor(config: EngineConfig, model_config: DecoderConfig, wake: Callable[[], None]) -> Executor:
-    """The executor for the configured number of ranks. `wake` is called from a thread if a rank is lost."""
+    """The executor for the configured number of ranks. `wake` is called from a thread if a rank is lost.
+    Raises EngineError."""
     check_ranks(model_config, config.parallelism)
     if config.parallelism.num_ranks == 1 or not isinstance(model_config, ModelConfig):
+        check_gpu(config.device)
         return OneProcessExecutor(config, model_config)
     if not shares_memory(config):
         _check_devices(config)
+    check_gpu(config.device)
     return MultiprocessExecutor(config, model_config, wake)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.errors import CapacityError
-from engine.executor.executor import OneProcessExecutor, bytes_for_kv
+from engine.errors import CapacityError, EngineError, may_pass
+from engine.executor.executor import OneProcessExecutor, bytes_for_kv, check_gpu
 from engine.model_runner import ModelRunner
 from engine.models import read_config
 from tests.builders import lively_checkpoint
@@ -99,3 +99,65 @@ def test_the_largest_step_computes_the_whole_budget_within_the_longest_request(
     assert len(token_ids) == budget
     assert int(positions.max()) + 1 == metadata.max_seq_len <= max_model_len
     assert len(kv_cache) == 1, "a step's pages are in the KV memory, not beside it"
+
+
+class Gpus:
+    """Stands in for `torch.cuda`."""
+
+    def __init__(self, problem: Exception | None) -> None:
+        self.problem = problem
+
+    def init(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "passes", "hints"),
+    [
+        (AssertionError("Torch not compiled with CUDA enabled"), False, ["not compiled with CUDA enabled; it needs"]),
+        (
+            RuntimeError("The NVIDIA driver on your system is too old (12020).\nUpdate it"),
+            True,
+            ["too old (12020); it"],
+        ),
+        (RuntimeError("No CUDA GPUs are available"), True, ["nvidia-smi", "engine.device (--device) to cpu"]),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception, passes: bool, hints: list[str]
+) -> None:
+    monkeypatch.setattr(torch, "cuda", Gpus(problem))
+    with pytest.raises(EngineError, match=r"engine\.device is cuda: torch cannot use a GPU: ") as raised:
+        check_gpu("cuda")
+    for hint in hints:
+        assert hint in str(raised.value)
+    assert "Update it" not in str(raised.value)
+    assert may_pass(raised.value) == passes
+    check_gpu("cpu")
+
+
+def test_a_gpu_that_others_have_taken_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*shape: int, device: str) -> torch.Tensor:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider …")
+
+    monkeypatch.setattr(torch, "cuda", Gpus(None))
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(EngineError, match=r"torch cannot use a GPU: CUDA error: .* busy or unavailable; it needs"):
+        check_gpu("cuda")
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "text"),
+    [
+        (RuntimeError("No CUDA GPUs are available"), EngineError, "cannot use a GPU: No CUDA GPUs are available; it"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB."), CapacityError, "no memory left: CUDA"),
+    ],
+)
+def test_an_engine_on_a_gpu_that_it_cannot_use_does_not_load_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception, kind: type[Exception], text: str
+) -> None:
+    monkeypatch.setattr(torch, "cuda", Gpus(problem))
+    config = EngineConfig(model=str(lively_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)), device="cuda")
+    with pytest.raises(kind, match=text):
+        EngineCore(config, lambda: None)
