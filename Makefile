@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
-VLLM_INSTALLED := $(VLLM)/.installed-with-connectors
+VLLM_INSTALLED := $(VLLM)/.installed-with-nixl-cu13
 # Tests of whole stacks that pass with vLLM in the instances as well.
 VLLM_STACKS := tests/system/test_openai.py tests/system/test_resize.py::test_both_pools_grow_and_shrink_under_load
 VLLM_STACKS += tests/system/test_kills_under_load.py::test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token
