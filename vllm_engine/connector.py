@@ -93,7 +93,7 @@ class VllmKVConnector(KVConnectorBase_V1):
 
     def connect(self, setup: KVSetup) -> str:
         """Begin to move KV. Returns the name of Tandem's connector; raises EngineError."""
-        self._worker = connect(self._layers, setup)
+        self._worker = connect(self._layers, self._kv_cache_config.num_blocks, setup)
         return self._worker.name
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

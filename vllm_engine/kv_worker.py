@@ -369,11 +369,19 @@ class WorkerHalf:
         self._counts = msgspec.structs.replace(self._counts, **counted)
 
 
-def connect(layers: Sequence[torch.Tensor], setup: KVSetup) -> WorkerHalf:
-    """Raises EngineError for a memory whose blocks are not pages of one size, each layer's contiguous."""
-    for layer in layers:
-        if len(layer) != len(layers[0]) or not layer[0].is_contiguous():
-            raise EngineError(
-                f"KV of vLLM's shape {list(layer.shape)} cannot be handed over: set transfer.connector null"
-            )
-    return WorkerHalf(layers, setup)
+def connect(layers: Sequence[torch.Tensor], num_blocks: int, setup: KVSetup) -> WorkerHalf:
+    """On the model's thread. Raises EngineError for a memory whose blocks are not pages of one size, each layer's
+    contiguous."""
+    return WorkerHalf([whole_blocks(layer, num_blocks, setup.block_size) for layer in layers], setup)
+
+
+def whole_blocks(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
+    """[num_blocks, elements per block] over the same memory. Where the attention kernel takes only smaller blocks, vLLM
+    gives a layer several of these for each of its own. Raises EngineError where a block is not one piece."""
+    if not layer.is_contiguous() or len(layer) % num_blocks:
+        raise EngineError(
+            f"KV of vLLM's shape {list(layer.shape)}, {num_blocks} blocks of {block_size} tokens, cannot be handed "
+            "over: set engine.block_size (--block-size) to the size that the attention kernel takes, or "
+            "transfer.connector (--kv-connector) to null"
+        )
+    return layer.view(num_blocks, -1)

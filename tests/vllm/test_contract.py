@@ -11,6 +11,7 @@ import pytest
 
 _SCRIPT = """
 import dataclasses, inspect, json
+import torch
 from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -26,6 +27,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PromptTokenStats, RequestStateStats, SchedulerStats
@@ -38,6 +40,7 @@ from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
 from vllm_engine import argument_rules, arguments
 from vllm_engine.connector import VllmKVConnector
+from vllm_engine.kv_worker import whole_blocks
 from vllm_engine.versions import gpus
 
 def refused(**given):
@@ -63,6 +66,22 @@ def overridden(ours, theirs):
     "By name: the parameters of each method that our class has from vLLM's, there and here."
     names = [name for name in vars(ours) if name in vars(theirs) and callable(vars(theirs)[name])]
     return {name: [signature(getattr(theirs, name)), signature(getattr(ours, name))] for name in names}
+
+def pages(kernel_block_size, num_blocks=3):
+    "Whether each layer's are vLLM's blocks, of 32 tokens, and how many blocks the kernel has."
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    layer_bytes = 3 * spec.page_size_bytes
+    place = KVCacheTensor(
+        size=2 * layer_bytes, layers=["a", "b"], layer_stride=layer_bytes, block_stride=spec.page_size_bytes
+    )
+    raw = torch.randint(-128, 128, (place.size,), dtype=torch.int8)
+    layout = KVCacheLayout[VllmKVConnector.get_required_kvcache_layout(None)]
+    layers = create_kv_cache_views(raw, spec, 3, layout, place, kernel_block_size=kernel_block_size)
+    try:
+        moved = torch.stack([whole_blocks(layer, num_blocks, 32) for layer in layers])
+    except EngineError as error:
+        return str(error)
+    return [torch.equal(moved.view(torch.int8), raw.view(2, 3, -1)), len(layers[0])]
 
 one = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None, block_hasher=lambda request: [])
 arguments.engine_arguments(EngineConfig(model="m", vllm_args={"tensor_parallel_size": 2}))
@@ -104,6 +123,7 @@ print(json.dumps({
     "refused_connectors": [refused_connector("kv_transfer.stores.lmcache.connector:LMCacheConnector"),
                            refused_connector("x:Y", tensor_parallel_size=2)],
     "cuda": envs.VLLM_MAIN_CUDA_VERSION,
+    "pages": [pages(None), pages(16), pages(16, num_blocks=4)],
     "gpus": [gpus(), current_platform.is_cuda_alike(), current_platform.is_unspecified()],
     "refused": [refused(speculative_config={}), refused(block_size=16), refused(tensor_paralel_size=2)],
 }))
@@ -187,6 +207,14 @@ def test_the_methods_of_the_connector_have_the_parameters_that_vllm_passes(contr
 def test_a_block_of_a_layer_is_contiguous_in_the_layout_that_the_connector_wants(contract: dict[str, Any]) -> None:
     """Its axes in memory: layers, blocks, heads, tokens, values."""
     assert contract["layout"] == [0, 1, 2, 3, 4]
+
+
+def test_pages_are_whole_blocks_where_the_kernel_has_smaller_ones(contract: dict[str, Any]) -> None:
+    undivided, divided, wrong = contract["pages"]
+    assert undivided == [True, 3]
+    assert divided == [True, 6]
+    assert wrong.startswith("KV of vLLM's shape [6, 2, 16, 16], 4 blocks of 32 tokens, cannot be handed over: set eng")
+    assert "(--block-size) to the size that the attention kernel takes" in wrong
 
 
 def test_a_token_of_a_request_can_be_replaced_where_vllm_keeps_it(contract: dict[str, Any]) -> None:
