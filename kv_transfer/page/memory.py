@@ -80,6 +80,8 @@ class DevicePages:
     blocks are announced or freed: no step that has been given to the device writes a block that is copied, or reads one
     that is loaded. Only the memory's zeros may still be on their way.
 
+    Made on the model's thread: its current stream is the model's, which in vLLM is not the default one.
+
     With `follows_steps` a copy follows all steps that the model's stream has been given until then: the caller may have
     one in flight over blocks that it has freed."""
 
@@ -89,7 +91,7 @@ class DevicePages:
         self._torch = torch
         self._layers = [_as_bytes(layer) for layer in layers]
         self._bounds = _bounds([layer.shape[1] for layer in self._layers])
-        self._steps = torch.cuda.default_stream(layers[0].device)
+        self._steps = torch.cuda.current_stream(layers[0].device)
         self._stream = torch.cuda.Stream(layers[0].device)
         self._stream.wait_stream(self._steps)
         self._follows_steps = follows_steps

@@ -79,7 +79,7 @@ class Streams:
         self.cuda = self
         self.calls: list[str] = []
 
-    def default_stream(self, device: torch.device) -> str:
+    def current_stream(self, device: torch.device) -> str:
         return f"steps on {device}"
 
     def Stream(self, device: torch.device) -> Streams:
