@@ -12,11 +12,12 @@ token and no request.
 
 from __future__ import annotations
 
+import copyreg
 import re
 import socket
 import ssl
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.client.credentials import Credentials
 
@@ -57,6 +58,10 @@ class TandemError(Exception):
         self.retry_after_s = retry_after_s
         self.violations = violations
         super().__init__(f"{status}: {message}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would call `__init__` with the text alone."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConnectionLost(TandemError):

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import grpc
@@ -14,7 +19,7 @@ from serving.errors import FieldViolation, InvalidArgument, Overloaded, Unavaila
 from serving.interceptor import Context
 from serving.server import Server, ServerSettings
 from tandem import AsyncClient, TandemError
-from tandem.client.errors import from_rpc
+from tandem.client.errors import ConnectionLost, NotRunning, StreamError, from_rpc
 from tests.tcp import TcpServer
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
@@ -114,3 +119,30 @@ def test_an_error_says_what_to_do(code: grpc.StatusCode, details: str, explained
 def test_an_error_without_a_status_is_unknown() -> None:
     error = from_rpc(grpc.RpcError("broken"), "router:1")
     assert (error.status, error.message, error.violations) == ("UNKNOWN", "broken", ())
+
+
+ERRORS = [
+    TandemError("INVALID_ARGUMENT", "n: is 0", retry_after_s=1.5, violations=(("n", "is 0"),)),
+    ConnectionLost("UNAVAILABLE", "Socket closed"),
+    StreamError("choice 0 continued after its end"),
+    NotRunning("--admin", is_starting=True),
+]
+
+
+def raise_one(index: int) -> None:
+    raise ERRORS[index]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_is_copied_and_pickled_whole(error: TandemError, copied: Callable[[TandemError], TandemError]) -> None:
+    other = copied(error)
+    assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
+
+
+def test_an_error_of_a_worker_process_reaches_its_pool() -> None:
+    """A pool whose worker's error cannot be unpickled hangs or breaks."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        for index, error in enumerate(ERRORS):
+            raised = pool.submit(raise_one, index).exception(timeout=60)
+            assert (type(raised), str(raised)) == (type(error), str(error))
