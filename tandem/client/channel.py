@@ -28,6 +28,7 @@ from protos.tandem.v1 import generation_pb2_grpc
 from serving.redial import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
+from tandem.client.fork import Owner
 from tandem.client.here import has_proxy
 from tandem.client.registry import is_local, running_address
 
@@ -213,7 +214,8 @@ class ClientChannel:
     """
 
     def __init__(self, target: str, options: Options, credentials: Credentials) -> None:
-        """Raises ValueError for an unusable file."""
+        """Raises ValueError for an unusable file, and TandemError where a fork prevents it (tandem/client/fork.py)."""
+        self.owner = Owner(self)
         self._dial = partial(open_blocking_channel, target, options, credentials)
         self._files = _tls_files(credentials)
         self._redial = Redial(MIN_REDIAL_S) if _is_name(target) else None
@@ -227,7 +229,8 @@ class ClientChannel:
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """The connection for one call, which ends within the `with`. Raises `client_closed`, also for a call that gRPC
-        rejects with ValueError since `close` came before its beginning."""
+        rejects with ValueError since `close` came before its beginning; and TandemError in another process."""
+        self.owner.check()  # before the lock, which a thread of the parent may have held at the fork
         with self._lock:
             if self.closed.is_set():
                 raise client_closed()
@@ -244,12 +247,14 @@ class ClientChannel:
                 raise client_closed() from None
             raise
         finally:
-            with self._lock:
-                connection.num_calls -= 1
-                self._close_if_idle(connection)
+            if self.owner.is_here:
+                self._end_call(connection)
 
     def close(self) -> None:
-        """Cancels every call, those on older connections too."""
+        """Cancels every call, those on older connections too. In another process it closes nothing."""
+        if not self.owner.is_here:
+            return
+        self.owner.closed()
         with self._lock:
             self.closed.set()
             connections = [self._current, *self._retired]
@@ -270,6 +275,11 @@ class ClientChannel:
         material = None if self._files is None else self._files.current()
         channel = self._dial(material)
         return Connection(channel, generation_pb2_grpc.GenerationServiceStub(channel), material)  # type: ignore[arg-type]
+
+    def _end_call(self, connection: Connection) -> None:
+        with self._lock:
+            connection.num_calls -= 1
+            self._close_if_idle(connection)
 
     def _close_if_idle(self, connection: Connection) -> None:
         if connection.num_calls == 0 and connection in self._retired:

@@ -35,6 +35,7 @@ from tandem.client.channel import (
 from tandem.client.completion import Completion, CompletionAssembler, Piece, Route
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, explain, from_rpc
+from tandem.client.fork import Owner
 from tandem.client.registry import credentials_for
 from tandem.client.request import Prompt, RequestOptions, generate_request, shows_options
 from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption
@@ -92,6 +93,10 @@ class Client(_BaseClient):
     rejects it as UNAVAILABLE before the answer has begun, at most `retries` times (0..4; absent: 4, or 0 with a single
     address). An answer that has begun and breaks off is continued at most `max_resumptions` times. `timeout_s` limits
     the whole time of one request. `credentials` None: those of the local stack that has the address, or else plaintext.
+
+    gRPC does not work across fork(): start processes by spawn (`multiprocessing.get_context("spawn")`), or close every
+    client well before the fork, and create a client in the new process. In a forked process a call of the parent's
+    client raises TandemError, and so does a new client if one was open at the fork.
     """
 
     def _open(self, target: Target) -> None:
@@ -176,9 +181,13 @@ class Client(_BaseClient):
             try:
                 for response in call:
                     yield assembler.add(response)
+                    self._channel.owner.check()
                 assembler.route = Route.from_trailers(call.trailing_metadata() or ())
             finally:
-                call.cancel()
+                if self._channel.owner.is_here:
+                    call.cancel()
+                else:
+                    self._channel.owner.keep(call)
 
 
 class AsyncClient(_BaseClient):
@@ -186,6 +195,7 @@ class AsyncClient(_BaseClient):
     `async with`."""
 
     def _open(self, target: Target) -> None:
+        self._owner = Owner(self)
         self._channel = open_async_channel(target.target, target.options, self._credentials)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._is_closed = False
@@ -221,6 +231,9 @@ class AsyncClient(_BaseClient):
     async def close(self) -> None:
         """See Client.close."""
         self._is_closed = True
+        if not self._owner.is_here:
+            return
+        self._owner.closed()
         for call in self._streams:  # gRPC finds those alone on which a task waits directly
             call.cancel()
         await self._channel.close()
@@ -244,6 +257,7 @@ class AsyncClient(_BaseClient):
             raise
 
     def _check_open(self) -> None:
+        self._owner.check()
         if self._is_closed:
             raise client_closed()
 
