@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,8 @@ _OPTIONS: Options = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # of 30 s: in a rollout the addresses change in less
 )
+MAX_HANDSHAKE_S = 5.0
+"""That a call waits for a connection with newer TLS files, at the most: as long as an attempt to connect has."""
 MIN_REDIAL_S = 1.0
 """Between two channels of one name, at the least."""
 
@@ -174,9 +176,9 @@ def _is_name(target: str) -> bool:
     return target.startswith("dns:")
 
 
-def _state(channel: grpc.Channel) -> grpc.ChannelConnectivity | None:
+def _state(channel: grpc.Channel, *, connect: bool = False) -> grpc.ChannelConnectivity | None:
     """grpcio has the state of a blocking channel only for subscribers, which cost a thread that polls, and inside."""
-    number = getattr(getattr(channel, "_channel", None), "check_connectivity_state", lambda connect: None)(False)
+    number = getattr(getattr(channel, "_channel", None), "check_connectivity_state", lambda connect: None)(connect)
     return next((state for state in grpc.ChannelConnectivity if state.value[0] == number), None)
 
 
@@ -203,11 +205,32 @@ class Connection:
     """Made with the channel, since gRPC crashes where one is made on a closed channel. Typed for asyncio's alone."""
     material: TlsMaterial | None
     num_calls: int = 0
+    is_settled: threading.Event = field(default_factory=threading.Event)
+    """Of a successor: its first attempt to connect has ended, or the client was closed."""
+
+    def settle(self) -> None:
+        """Connects; `is_settled` follows."""
+        self.channel.subscribe(self._on_state, try_to_connect=True)
+
+    def close(self) -> None:
+        self.is_settled.set()
+        self.channel.close()
+
+    def _on_state(self, state: grpc.ChannelConnectivity) -> None:
+        if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+            self.channel.unsubscribe(self._on_state)
+            self.is_settled.set()
 
 
 class ClientChannel:
-    """A blocking channel: replaced when the TLS files change, and where it is one of a name, when none of the routers
-    that it knows serves. The old one closes after its last call. Thread-safe.
+    """A blocking channel that follows the TLS files, and where it is one of a name, its addresses. Thread-safe.
+
+        connected ──the files change──▶ connected, a successor connects ──it is ready, or the old one is not──▶ replaced
+            └──none of the routers that it knows serves──▶ replaced
+        the old one ──its last call ends──▶ closed
+
+    The calls that come after a change wait for the successor's first handshake. If the router rejects it, the old
+    connection serves on while the successor goes on trying.
 
     gRPC asks for a name's addresses again when a connection ends. That of a router that drains lasts as long as its
     streams do, while the router does not take new calls.
@@ -223,23 +246,20 @@ class ClientChannel:
         """Reentrant: the garbage collector may end an abandoned call on a thread that holds it."""
         self.closed = threading.Event()
         self._current = self._connect()
+        self._successor: Connection | None = None
+        """With newer files."""
         self._retired: set[Connection] = set()
         """Older ones that have calls."""
 
     @contextmanager
-    def connection(self) -> Iterator[Connection]:
-        """The connection for one call, which ends within the `with`. Raises `client_closed`, also for a call that gRPC
-        rejects with ValueError since `close` came before its beginning; and TandemError in another process."""
+    def connection(self, timeout_s: float = 0.0) -> Iterator[Connection]:
+        """The connection for one call of at most `timeout_s`, which ends within the `with`. Raises `client_closed`,
+        also for a call that gRPC rejects with ValueError since `close` came before its beginning; and TandemError in
+        another process."""
         self.owner.check()  # before the lock, which a thread of the parent may have held at the fork
-        with self._lock:
-            if self.closed.is_set():
-                raise client_closed()
-            if self._is_outdated():
-                retired, self._current = self._current, self._connect()
-                self._retired.add(retired)
-                self._close_if_idle(retired)
-            connection = self._current
-            connection.num_calls += 1
+        if (successor := self._follow()) is not None:
+            successor.is_settled.wait(min(timeout_s / 2, MAX_HANDSHAKE_S))
+        connection = self._begin_call()
         try:
             yield connection
         except ValueError:
@@ -257,13 +277,48 @@ class ClientChannel:
         self.owner.closed()
         with self._lock:
             self.closed.set()
-            connections = [self._current, *self._retired]
+            connections = [self._current, *self._retired, *([self._successor] if self._successor else [])]
         for connection in connections:
-            connection.channel.close()
+            connection.close()
 
-    def _is_outdated(self) -> bool:
-        if self._files is not None and self._files.current() is not self._current.material:
-            return True
+    def _follow(self) -> Connection | None:
+        """Follows the files and the name; returns the successor, if there is one."""
+        with self._lock:
+            self._check_open()
+            if self._may_be_elsewhere():
+                self._replace_current(self._connect())
+            newest = self._successor or self._current
+            if self._files is not None and self._files.current() is not newest.material:
+                if self._successor is not None:
+                    self._successor.close()
+                successor = self._connect()
+                successor.settle()
+                self._successor = successor
+            return self._successor
+
+    def _begin_call(self) -> Connection:
+        with self._lock:
+            self._check_open()
+            ready = grpc.ChannelConnectivity.READY
+            if self._successor is not None and (
+                _state(self._successor.channel, connect=True) is ready or _state(self._current.channel) is not ready
+            ):
+                self._replace_current(self._successor)
+            self._current.num_calls += 1
+            return self._current
+
+    def _replace_current(self, successor: Connection) -> None:
+        if self._successor is not None and self._successor is not successor:
+            self._successor.close()
+        retired, self._current, self._successor = self._current, successor, None
+        self._retired.add(retired)
+        self._close_if_idle(retired)
+
+    def _check_open(self) -> None:
+        if self.closed.is_set():
+            raise client_closed()
+
+    def _may_be_elsewhere(self) -> bool:
         if self._redial is None:
             return False
         state, states = _state(self._current.channel), grpc.ChannelConnectivity
@@ -284,4 +339,4 @@ class ClientChannel:
     def _close_if_idle(self, connection: Connection) -> None:
         if connection.num_calls == 0 and connection in self._retired:
             self._retired.remove(connection)
-            connection.channel.close()
+            connection.close()

@@ -141,7 +141,7 @@ class Client(_BaseClient):
         self.close()
 
     def _call(self, method: str, request: Any) -> Any:
-        with self._channel.connection() as connection:
+        with self._channel.connection(self._timeout_s) as connection:
             call = getattr(connection.stub, method)
             try:
                 return call(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
@@ -175,7 +175,7 @@ class Client(_BaseClient):
                 connection.channel.unsubscribe(_ignore)
 
     def _pieces_of_call(self, assembler: CompletionAssembler, calls: Resumption) -> Iterator[Piece]:
-        with self._channel.connection() as connection:
+        with self._channel.connection(calls.remaining_s) as connection:
             metadata = self._credentials.metadata()
             call = connection.stub.Generate(calls.request, timeout=calls.remaining_s, metadata=metadata)
             try:

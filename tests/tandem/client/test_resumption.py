@@ -396,8 +396,8 @@ from tandem import Client, TandemError
 client = Client(sys.argv[1])
 connection = client._channel.connection
 @contextmanager
-def closed_behind_it():
-    with connection() as checked:
+def closed_behind_it(timeout_s):
+    with connection(timeout_s) as checked:
         client.close()
         yield checked
 client._channel.connection = closed_behind_it

@@ -187,6 +187,26 @@ def test_close_cancels_a_stream_that_began_with_the_certificate_before(
         assert raised.value.status == "CANCELLED"
 
 
+def test_a_certificate_that_the_router_rejects_breaks_no_working_connection(
+    server_files: Files, client_files: Files, authority: StackCa
+) -> None:
+    """Until it has a good one, which the next call uses."""
+    with (
+        serving(server_files, require_client_cert=True) as running,
+        Client(running.address, credentials=client_files.credentials()) as client,
+    ):
+        client.model_info()
+        client_files.replace(StackCa("another").issue("client", ("127.0.0.1",)))
+        for _ in range(3):
+            assert client.model_info().model == "echo"
+        assert client.generate([1]).token_ids == (1, 2)
+        client_files.replace(authority.issue("client", ("127.0.0.1",)))
+        client.model_info()
+        *before, after = running.echo.peers
+        assert before == [before[0]] * 5
+        assert after != before[0]
+
+
 @pytest.fixture
 def problems(tmp_path: Path, server_files: Files, client_files: Files, authority: StackCa) -> dict[str, Any]:
     stranger = files_of(tmp_path, "stranger", StackCa("another"), authority)
