@@ -55,6 +55,7 @@ ADMIN_OPTIONS: Options = (*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1))
 _OPTIONS: Options = (
     *KEEPALIVE,
     ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.per_rpc_retry_buffer_size", 8 << 20),  # of 256 KiB: a longer request is sent to one router alone
     ("grpc.use_local_subchannel_pool", 1),  # two clients must not share a connection: its loss would hit both
     ("grpc.min_reconnect_backoff_ms", 5000),  # each attempt to connect has as long
     ("grpc.initial_reconnect_backoff_ms", 100),  # a router that restarts is found again at once

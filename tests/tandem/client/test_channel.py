@@ -159,6 +159,14 @@ def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Rou
     assert two[0].num_requests, "no request was sent to it, so nothing was retried"
 
 
+def test_a_long_request_is_answered_by_the_other_router_too(two: list[Router]) -> None:
+    """By default gRPC keeps no request of more than 256 KiB for a retry."""
+    two[0].refuses = True
+    with Client(addresses(two)) as client:
+        assert [client.generate("a" * size).model for size in (300_000, 4_000_000) * 5] == ["right"] * 10
+    assert two[0].num_requests
+
+
 async def test_the_asyncio_client_does_the_same(two: list[Router]) -> None:
     two[1].refuses = True
     async with AsyncClient(addresses(two)) as client:
