@@ -148,7 +148,8 @@ def open_async_channel(target: str, options: Options, credentials: Credentials) 
         return grpc.aio.insecure_channel(target, options=options)
     from serving.channel import open_channel
 
-    return open_channel(target, tls=files, peer_name=credentials.server_name, options=options, redial_s=redial_s)
+    peer_name = _peer_name(target, credentials)
+    return open_channel(target, tls=files, peer_name=peer_name, options=options, redial_s=redial_s)
 
 
 def open_blocking_channel(
@@ -162,9 +163,25 @@ def open_blocking_channel(
         return grpc.insecure_channel(target, options=options)
     from serving.channel import channel_credentials
 
-    if credentials.server_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", credentials.server_name))
+    if (peer_name := _peer_name(target, credentials)) is not None:
+        options = (*options, ("grpc.ssl_target_name_override", peer_name))
     return grpc.secure_channel(target, channel_credentials(material), options=options)
+
+
+def _peer_name(target: str, credentials: Credentials) -> str | None:
+    """The name that a router's certificate must carry; None: the host of `target`. For a list of addresses gRPC takes
+    the whole list for a name, so they need one. Raises ValueError."""
+    scheme, _, listed = target.partition(":")
+    is_list = scheme in ("ipv4", "ipv6") and "," in listed
+    if credentials.ca_file is None or credentials.server_name is not None or not is_list:
+        return credentials.server_name
+    hosts = {address.rpartition(":")[0].strip("[]") for address in listed.split(",")}
+    if len(hosts) > 1:
+        raise ValueError(
+            f"server_name: is missing; TLS to several hosts ({', '.join(sorted(hosts))}) needs the name that the "
+            "certificate of each carries: give it as server_name (--server-name), or give dns:name:port as the address"
+        )
+    return hosts.pop()
 
 
 def _without_proxy(target: str, options: Options) -> Options:

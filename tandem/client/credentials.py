@@ -24,7 +24,7 @@ class Credentials:
     """PEM: this client's certificate, if the router requires one; with its key."""
     key_file: Path | None = None
     server_name: str | None = None
-    """Name in the router's certificate; None: the host of its address."""
+    """Name in the router's certificate; None: the host of its address. Required for a list of several hosts."""
     token: str | None = field(default=None, repr=False)
     token_file: Path | None = None
     """File with the bearer token, read for each request."""

@@ -207,6 +207,37 @@ def test_a_certificate_that_the_router_rejects_breaks_no_working_connection(
         assert after != before[0]
 
 
+def test_routers_on_one_host_are_verified_by_it(server_files: Files) -> None:
+    credentials = Credentials(ca_file=server_files.ca)
+
+    async def ask() -> str:
+        async with AsyncClient(addresses, credentials=credentials) as client:
+            return (await client.generate([1])).model
+
+    with serving(server_files) as first, serving(server_files) as second:
+        addresses = [first.address, second.address]
+        with Client(addresses, credentials=credentials) as client:
+            assert client.generate([1]).model == "echo"
+        assert asyncio.run(ask()) == "echo"
+        elsewhere = replace(credentials, server_name="another.host")
+        assert_refused(",".join(addresses), elsewhere, "Hostname mismatch")
+
+
+def test_routers_on_several_hosts_need_the_name_that_their_certificates_share(server_files: Files) -> None:
+    credentials = Credentials(ca_file=server_files.ca)
+    with serving(server_files) as running:
+        addresses = [running.address, "127.0.0.2:1"]
+        problem = r"server_name: is missing; TLS to several hosts \(127\.0\.0\.1, 127\.0\.0\.2\).*--server-name"
+        for kind in (Client, AsyncClient):
+            with pytest.raises(ValueError, match=problem):
+                kind(addresses, credentials=credentials)
+        with Client(addresses, credentials=replace(credentials, server_name="localhost")) as client:
+            assert client.generate([1]).model == "echo"
+        options = ["hello", "--address", ",".join(addresses), "--ca-file", str(server_files.ca)]
+        result = CliRunner().invoke(generate_command, options)
+        assert (result.exit_code, result.output.startswith("Error: server_name: is missing")) == (1, True)
+
+
 @pytest.fixture
 def problems(tmp_path: Path, server_files: Files, client_files: Files, authority: StackCa) -> dict[str, Any]:
     stranger = files_of(tmp_path, "stranger", StackCa("another"), authority)
