@@ -264,7 +264,10 @@ class CompletionAssembler:
     def __init__(self, num_choices: int = 1) -> None:
         self.route = Route()
         """Set when the call has ended."""
-        self._choices = {index: _ChoiceState() for index in range(num_choices)}
+        self._num_choices = num_choices
+        """As its caller wrote it; whether it is allowed is the router's to say."""
+        self._choices: dict[int, _ChoiceState] = {}
+        """Those that have begun."""
         self._first: generation_pb2.GenerateResponse | None = None
         self.num_pieces = 0
 
@@ -277,17 +280,17 @@ class CompletionAssembler:
             raise StreamError(
                 f"the prompt has {response.prompt_tokens} tokens, {before}: a template with the date in it?"
             )
-        state = self._choices.get(response.tokens.choice)
-        if state is None:
-            raise StreamError(f"choice {response.tokens.choice} was not requested")
-        piece = state.add(response)
+        choice = response.tokens.choice
+        if not 0 <= choice < self._num_choices:
+            raise StreamError(f"choice {choice} was not requested")
+        piece = self._choices.setdefault(choice, _ChoiceState()).add(response)
         self.num_pieces += 1
         return piece
 
     @property
     def is_finished(self) -> bool:
         """Nothing more is to come."""
-        return all(state.finish is not None for state in self._choices.values())
+        return len(self._choices) == self._num_choices and all(one.finish is not None for one in self._choices.values())
 
     def resumed(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
         """`request`, for a router that continues the answer behind what has come. Only once something has."""
@@ -297,15 +300,14 @@ class CompletionAssembler:
         again.request_id = self._first.request_id  # by which its caller aborts it
         again.sampling.seed = self._first.seed
         again.resume.CopyFrom(
-            generation_pb2.Resume(
-                choices=[state.resumed(index) for index, state in self._choices.items() if state.pieces]
-            )
+            generation_pb2.Resume(choices=[self._choices[index].resumed(index) for index in sorted(self._choices)])
         )
         return again
 
     def finish(self) -> Completion:
         """The whole answer; raises StreamError if a choice has no finish reason."""
-        choices = tuple(state.finished(index) for index, state in self._choices.items())
+        states = ((index, self._choices.get(index, _ChoiceState())) for index in range(self._num_choices))
+        choices = tuple(state.finished(index) for index, state in states)
         first = self._first
         if first is None:
             raise StreamError("the stream was empty")

@@ -129,7 +129,8 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
             value = [common_pb2.TokenIds(ids=ids) for ids in value]  # type: ignore[attr-defined]
         params.MergeFrom(common_pb2.SamplingParams(**{name: value}))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # a UnicodeEncodeError takes no text alone
+        raise kind(f"{name}: {error}") from None
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, object]) -> generation_pb2.GenerateRequest:
@@ -191,7 +192,8 @@ def _set_chat_options(
 ) -> None:
     for tool in tools:
         function = dict(tool.get("function", tool))
-        if not isinstance(parameters := function.get("parameters") or "", str):
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, str):
             function["parameters"] = json.dumps(parameters)
         chat.tools.append(_with_known_fields(function))
     if tool_choice in _TOOL_CHOICES:

@@ -305,6 +305,20 @@ def test_tools_and_their_calls_find_their_fields(tool: dict[str, Any]) -> None:
         generate_request("hi", {"tools": [tool]})
 
 
+@pytest.mark.parametrize(("parameters", "sent"), [({}, "{}"), (None, ""), ('{"type": "object"}', '{"type": "object"}')])
+def test_a_tools_parameters_may_be_empty(parameters: object, sent: str) -> None:
+    messages = [{"role": "user", "content": "What time is it?"}]
+    [tool] = generate_request(messages, {"tools": [{"name": "now", "parameters": parameters}]}).chat.tools
+    assert (tool.name, tool.parameters) == ("now", sent)
+
+
+@pytest.mark.parametrize("name", ["stop", "regex", "grammar", "json_schema"])
+def test_an_option_that_is_no_valid_unicode_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: .*surrogates not allowed") as raised:
+        generate_request("hi", {name: "a\ud800"})
+    assert type(raised.value) is ValueError
+
+
 def test_lists_in_options_find_their_fields() -> None:
     options = {"allowed_token_ids": [], "bad_words": ["a"], "bad_word_ids": [[1], (2, 3)], "logit_bias": {4: -1}}
     sampling = generate_request("hi", options).sampling

@@ -109,6 +109,7 @@ def test_choices_grow_side_by_side() -> None:
         (message(1, "b", text_offset=2), "text_offset 2 where 1 was expected"),
         (message(1, "b", text_offset=1, epoch=1), "stream_epoch fell from 2 to 1"),
         (message(0, "b", text_offset=0, choice=1), "choice 1 was not requested"),
+        (message(0, "b", text_offset=0, choice=-1), "choice -1 was not requested"),
     ],
 )
 def test_a_gap_a_repeat_or_a_stale_epoch_is_an_error(second: generation_pb2.GenerateResponse, what: str) -> None:
@@ -116,6 +117,23 @@ def test_a_gap_a_repeat_or_a_stale_epoch_is_an_error(second: generation_pb2.Gene
     assembler.add(message(0, "a", text_offset=0, epoch=2))
     with pytest.raises(StreamError, match=what):
         assembler.add(second)
+
+
+def test_a_choice_that_never_begins_is_an_error() -> None:
+    assembler = CompletionAssembler(2)
+    assembler.add(message(0, "a", text_offset=0, choice=1, finish=STOP))
+    assert not assembler.is_finished
+    with pytest.raises(StreamError, match="choice 0 ended after 0 tokens without a finish reason"):
+        assembler.finish()
+
+
+def test_an_absurd_number_of_choices_costs_no_memory() -> None:
+    """The router rejects it, when it gets it."""
+    assembler = CompletionAssembler((1 << 32) - 1)
+    assembler.add(message(0, "a", text_offset=0, choice=(1 << 31) - 1, finish=STOP))
+    assert not assembler.is_finished
+    with pytest.raises(StreamError, match="choice 0 ended after 0 tokens"):
+        assembler.finish()
 
 
 def test_nothing_may_follow_the_end() -> None:
