@@ -30,8 +30,8 @@ examples.
 """
 _OPTIONS_HEAD = """## Options of a request
 
-An option that is not given takes the value of the model's `generation_config.json`. The defaults here are those of
-models that have none there.
+An option that is not given, or is None, takes the value of the model's `generation_config.json`. The defaults here are
+those of models that have none there.
 """
 _OPTIONS = ("tandem.v1.SamplingParams", "tandem.v1.GenerateRequest")
 """Messages whose fields are options of a request."""
@@ -134,7 +134,8 @@ def _options_table() -> str:
         meanings |= {name: text for name, text in comments_of(message).items() if not meanings.get(name)}
     rows = []
     for name, kind in RequestOptions.__annotations__.items():
-        rows.append((f"{name}: {getattr(kind, '__forward_arg__', kind)}", meanings[name]))
+        annotation = str(getattr(kind, "__forward_arg__", kind)).removesuffix(" | None")
+        rows.append((f"{name}: {annotation}", meanings[name]))
     return _table("option", rows)
 
 

@@ -26,60 +26,60 @@ _REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "idempotency
 
 
 class Sampling(TypedDict, total=False):
-    """Keyword options of `generate` and `stream`; docs/python.md documents each."""
+    """Keyword options of `generate` and `stream`; None counts as absent. docs/python.md documents each."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    n: int
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    logprobs: int
-    prompt_logprobs: int
-    logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    bad_words: Sequence[str]
-    bad_word_ids: Sequence[Sequence[int]]
-    best_of: int
-    json_object: bool
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    n: int | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    repetition_penalty: float | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    bad_word_ids: Sequence[Sequence[int]] | None
+    best_of: int | None
+    json_object: bool | None
     """At most one of this and the next five."""
-    json_schema: str | Mapping[str, object]
-    regex: str
-    choice: Sequence[str]
-    grammar: str
-    structural_tag: str | Mapping[str, object]
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    structural_tag: str | Mapping[str, object] | None
 
 
 class RequestOptions(Sampling, total=False):
     """All keyword options of a call: the sampling parameters, and those of the request as a whole."""
 
-    request_id: str
+    request_id: str | None
     """For logs and for abort; the router makes one if absent."""
-    model: str
-    priority: int
+    model: str | None
+    priority: int | None
     """Larger is served first within a tenant; -100..100."""
-    cache_salt: str
+    cache_salt: str | None
     """Requests with different salts share no prefix cache."""
-    idempotency_key: str
-    tools: Sequence[Mapping[str, object]]
+    idempotency_key: str | None
+    tools: Sequence[Mapping[str, object]] | None
     """What the model of a chat may call, in OpenAI's form: name, description, parameters (a JSON schema), strict."""
-    tool_choice: str
+    tool_choice: str | None
     """auto (the default), none, required, or the name of a tool."""
-    parallel_tool_calls: bool
+    parallel_tool_calls: bool | None
     """False: at most one call."""
-    template_variables: Mapping[str, object]
+    template_variables: Mapping[str, object] | None
     """The chat template's own switches, such as enable_thinking."""
-    timeout_s: float
+    timeout_s: float | None
     """Limit on the whole time of this request, math.inf for none; absent: the client's. The router ends a call after
     `server.max_deadline_s`, 600 s, in any case."""
 
@@ -90,7 +90,7 @@ def shows_options(method: F) -> F:
     signature = inspect.signature(method)
     parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     for name, kind in RequestOptions.__annotations__.items():
-        annotation = f"{getattr(kind, '__forward_arg__', kind)} | None"
+        annotation = getattr(kind, "__forward_arg__", kind)
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return method

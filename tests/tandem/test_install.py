@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -102,18 +103,59 @@ def test_a_checkout_is_imported_beside_its_own_folder(tmp_path: Path) -> None:
     assert done.stdout.strip() == "tandem.client.client", done.stderr
 
 
-@pytest.mark.slow
-def test_a_wheel_has_every_file_of_the_packages_and_the_right_metadata(tmp_path: Path) -> None:
+def tracked_files() -> set[str]:
+    """Those of the packages."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    packages = tuple(f"{name}/" for name in PACKAGES)
-    tracked = {name for name in listed if name.startswith(packages)}
-    for name in {*tracked, "pyproject.toml", "README.md", "LICENSE"}:
-        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "source" / name)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "source", check=True, capture_output=True)
-    [path] = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(path) as wheel:
+    return {name for name in listed if name.startswith(tuple(f"{name}/" for name in PACKAGES))}
+
+
+@pytest.fixture(scope="module")
+def built_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in {*tracked_files(), "pyproject.toml", "README.md", "LICENSE"}:
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=folder / "source", check=True, capture_output=True)
+    [path] = folder.glob("*.whl")
+    return path
+
+
+_CALLER = """
+from tandem import AsyncClient, Client, Completion
+
+def ask(client: Client) -> str:
+    answer: Completion = client.generate("hi", temperature=None, stop=["a"], max_tokens=3)
+    reveal_type(client.model_info().model)
+    client.generate("hi", max_tokens="many")
+    return answer.text
+
+async def ask_on_loop(client: AsyncClient) -> int:
+    return [piece.text async for piece in client.stream("hi", tools=None)]
+"""
+
+
+def test_a_caller_of_an_installed_package_is_type_checked(built_wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv")
+    [site] = (tmp_path / "venv").glob("lib/*/site-packages")
+    zipfile.ZipFile(built_wheel).extractall(site)
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (tmp_path / "caller.py").write_text(_CALLER)
+    python = str(tmp_path / "venv/bin/python")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "caller.py"]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    found = re.findall(r"caller\.py:(\d+): (?:error|note): (?:Revealed type is )?(.*)", checked.stdout)
+    assert [(int(line), re.split(";|  ", text)[0].replace("builtins.", "")) for line, text in found] == [
+        (6, '"str"'),
+        (7, 'Argument "max_tokens" to "generate" of "Client" has incompatible type "str"'),
+        (11, 'Incompatible return value type (got "list[str]", expected "int")'),
+    ], checked.stdout + checked.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_has_every_file_of_the_packages_and_the_right_metadata(built_wheel: Path) -> None:
+    tracked = tracked_files()
+    with zipfile.ZipFile(built_wheel) as wheel:
         names = set(wheel.namelist())
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
         about = message_from_string(wheel.read(metadata).decode())

@@ -96,6 +96,7 @@ def test_an_option_that_is_none_counts_as_absent(router: tuple[ScriptedRouter, s
     with Client(router[1]) as client:
         absent: Any = dict.fromkeys(RequestOptions.__annotations__)
         assert client.generate("hi", **absent).text
+        assert client.generate("hi", temperature=None, stop=None, n=None, tools=None, timeout_s=None).text
 
 
 def test_two_constraints_exclude_each_other(router: tuple[ScriptedRouter, str]) -> None:
