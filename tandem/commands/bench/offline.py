@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -189,8 +190,9 @@ def throughput(
 
     llm = _make_engine(**engine)
     lengths = spread_lengths(requests, input_len, output_len, spread, seed)
+    shows = sys.stderr.isatty()
     try:
-        result = measure_throughput(llm, lengths, num_warm_up=warm_up, seed=seed, show_progress=True)
+        result = measure_throughput(llm, lengths, num_warm_up=warm_up, seed=seed, show_progress=shows)
     except CannotMeasure as error:
         raise click.ClickException(str(error)) from None
     click.echo(

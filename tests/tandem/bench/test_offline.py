@@ -154,6 +154,11 @@ def bench(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_progress_goes_to_terminals_alone() -> None:
+    status, output = bench("throughput", *SMALL, "--num-prompts", "4")
+    assert (status, output.partition(" requests")[0]) == (0, "4"), output
+
+
 def test_the_command_latency_prints_what_it_writes_to_json(tmp_path: Path) -> None:
     file = tmp_path / "latency.json"
     status, output = bench(
