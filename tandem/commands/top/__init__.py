@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 
 import click
 
@@ -44,10 +45,11 @@ def command(interval_s: float, metrics: str | None) -> None:
 
     with admin_calls() as call:  # a wrong address is an error of the command line, not of the screen
         first = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
+    read_at_s = time.monotonic()  # the import of the screen takes a while
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.ClickException("tandem top needs a terminal; `tandem pools` and `tandem pools --watch` do not")
     from tandem.commands.top.screen import TopApp
 
     address, credentials = admin_target()
     metrics = metrics or metrics_address_of(address)
-    TopApp(address, credentials, first, interval_s=interval_s, metrics=metrics).run()
+    TopApp(address, credentials, first, read_at_s=read_at_s, interval_s=interval_s, metrics=metrics).run()

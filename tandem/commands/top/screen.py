@@ -43,15 +43,16 @@ _WORK = {"prefill": "prefilled", "decode": "generated"}
 
 
 class Confirm(ModalScreen[bool]):
-    """A question that y answers with yes, n and Escape with no."""
+    """A question that y answers with yes, n and Escape with no; q and Ctrl-C quit, as on the screen below."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes"),
         Binding("n,escape", "dismiss(False)", "no"),
+        Binding("q,ctrl+c", "app.quit", "quit"),
     ]
     CSS = """
     Confirm { align: center middle; }
-    Confirm > Label { width: 72; padding: 1 2; background: $surface; border: round $warning; }
+    Confirm > Label { width: 72; max-width: 100%; padding: 1 2; background: $surface; border: round $warning; }
     """
 
     def __init__(self, question: str) -> None:
@@ -63,7 +64,7 @@ class Confirm(ModalScreen[bool]):
 
 
 class PoolPanel(Vertical):
-    """One pool: its lines as in `tandem pools`, and its tokens per second over time."""
+    """One pool: its tokens per second, now and over time, and its lines as in `tandem pools`, as far as they fit."""
 
     def __init__(self, pool: str) -> None:
         super().__init__()
@@ -78,12 +79,13 @@ class PoolPanel(Vertical):
     def show(self, pool: pools_pb2.PoolStatus, rates: TokenRates) -> None:
         points = rates.history[pool_name(pool.role)]
         work = _WORK[pool_name(pool.role)]
-        self.lines.update(escape("\n".join([*pool_lines(pool), f"{points[-1]:.0f} tokens/s {work}"])))
+        self.lines.update(escape("\n".join([f"{points[-1]:.0f} tokens/s {work}", *pool_lines(pool)])))
         self._points.data = list(points)
 
 
 class TopApp(App[None]):
-    """The screen of one router. `first` is an answer of ListPools, shown until the first message of the watch."""
+    """The screen of one router. `first` is an answer of ListPools, read at `read_at_s` (seconds of the monotonic
+    clock) and shown until the first message of the watch."""
 
     TITLE = "tandem top"
     ENABLE_COMMAND_PALETTE = False
@@ -109,6 +111,7 @@ class TopApp(App[None]):
         credentials: Credentials,
         first: pools_pb2.ListPoolsResponse,
         *,
+        read_at_s: float,
         interval_s: float,
         metrics: str | None,
     ) -> None:
@@ -118,6 +121,7 @@ class TopApp(App[None]):
         self._interval_s = interval_s
         self._metrics = metrics
         self._last = first
+        self._read_at_s = read_at_s
         self._rates = TokenRates()
         self._latencies = Latencies()
         self._changes = InstanceChanges(first, lambda line: self._event(line.strip()))
@@ -144,7 +148,7 @@ class TopApp(App[None]):
         channel = open_async_channel(self._address, ADMIN_OPTIONS, self._credentials)
         self._stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
         self._channel = channel
-        self._show(self._last)
+        self._show(self._last, self._read_at_s)
         self.run_worker(self._watch(), exclusive=False)
         if self._metrics is None:
             self.latency_line.update("TTFT and TPOT: give --metrics HOST:PORT of the router")
@@ -163,7 +167,7 @@ class TopApp(App[None]):
             try:
                 async for answer in self._stub.WatchPools(request, metadata=self._credentials.metadata()):
                     self.sub_title = self._address
-                    self._show(answer.pools)
+                    self._show(answer.pools, time.monotonic())
             except grpc.aio.AioRpcError as error:
                 problem = await self._problem(error)
             except ValueError as error:  # the token's file cannot be read just now
@@ -175,9 +179,10 @@ class TopApp(App[None]):
     async def _problem(self, error: grpc.aio.AioRpcError) -> str:
         return admin_problem(await asyncio.to_thread(explain, error, self._address, self._credentials), self._address)
 
-    def _show(self, answer: pools_pb2.ListPoolsResponse) -> None:
+    def _show(self, answer: pools_pb2.ListPoolsResponse, at_s: float) -> None:
+        """Shows the reports that were read at `at_s`."""
         self._last = answer
-        self._rates.update(time.monotonic(), answer)
+        self._rates.update(at_s, answer)
         self._changes.update(answer)
         for pool in answer.pools:
             self.panels[pool_name(pool.role)].show(pool, self._rates)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -172,9 +174,15 @@ async def shown(folder: Path) -> AsyncIterator[tuple[Owned, TopApp, Pilot[None]]
     run = partial(running, ServedModel.from_folder(folder, "fake"), folder)
     async with owned(run, num_decode=1, num_spares=2) as stack:
         address = stack.rig.app.admin_address or ""
-        app = TopApp(address, PLAINTEXT, await stack.listed(), interval_s=0.3, metrics=None)
+        app = alone(await stack.listed(), address=address)
         async with app.run_test(size=(110, 32)) as pilot:
             yield stack, app, pilot
+
+
+def alone(first: pools_pb2.ListPoolsResponse, **options: Any) -> TopApp:
+    """A screen without a router; `options` replace its own."""
+    defaults = {"address": "127.0.0.1:1", "credentials": PLAINTEXT, "read_at_s": time.monotonic(), "metrics": None}
+    return TopApp(first=first, interval_s=0.3, **{**defaults, **options})
 
 
 def column(app: TopApp, name: str) -> list[str]:
@@ -223,13 +231,65 @@ async def test_a_pool_of_size_zero_becomes_no_smaller() -> None:
     instance = pools_pb2.PoolInstance(address="h:1", instance_id="prefill-0", role=instance_pb2.ROLE_PREFILL)
     pool = pools_pb2.PoolStatus(role=instance_pb2.ROLE_PREFILL, size=0)
     first = pools_pb2.ListPoolsResponse(pools=[pool], instances=[instance])
-    app = TopApp("127.0.0.1:1", PLAINTEXT, first, interval_s=0.3, metrics=None)
+    app = alone(first)
     async with app.run_test(size=(110, 32)) as pilot:
         await pilot.press("minus")
         assert not isinstance(app.screen, Confirm)
         assert [one.message for one in app._notifications] == ["the prefill pool has size 0 already"]
         await pilot.press("plus")
         assert "Resize the prefill pool from 0 to 1?" in str(app.screen.query_one(Label).content)
+
+
+def one_pool() -> pools_pb2.ListPoolsResponse:
+    """A decode pool of one instance, with an autoscaler that says much."""
+    status = pools_pb2.AutoscalerStatus(
+        min_size=1, max_size=48, leads=True, desired_size=30,
+        reason="load 0.62 of 0.80, KV 0.41 of 0.85, ITL 31 ms of 50 ms; the last change was 50 s ago, 60 s must pass",
+    )  # fmt: skip
+    change = pools_pb2.PoolChange(previous_size=28, size=30, cause="autoscaler", reason="load 0.91 of 0.80 wants 32")
+    pool = pools_pb2.PoolStatus(role=instance_pb2.ROLE_DECODE, size=1, autoscaler=status, last_change=change)
+    return pools_pb2.ListPoolsResponse(pools=[pool], instances=listed(1000).instances)
+
+
+def seen(app: TopApp) -> str:
+    """The screen's text."""
+    strips = app.screen._compositor.render_strips()
+    return "\n".join(strip.text for strip in strips)
+
+
+async def test_the_first_rate_counts_from_when_the_first_answer_was_read() -> None:
+    app = alone(one_pool(), read_at_s=time.monotonic() - 10)
+    async with app.run_test(size=(110, 32)):
+        app._show(listed(1100), time.monotonic())
+        assert 0 < max(app._rates.history["decode"]) <= 10
+
+
+async def test_a_pool_with_an_autoscaler_shows_its_rate() -> None:
+    app = alone(one_pool())
+    async with app.run_test(size=(80, 32)) as pilot:
+        await pilot.pause()
+        assert "0 tokens/s generated" in seen(app)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+async def test_a_question_does_not_keep_from_quitting(key: str) -> None:
+    app = alone(one_pool())
+    async with app.run_test(size=(110, 32)) as pilot:
+        await pilot.press("d")
+        assert isinstance(app.screen, Confirm)
+        await pilot.press(key)
+        await until(lambda: not app.is_running)
+
+
+async def test_a_narrow_terminal_shows_the_whole_question() -> None:
+    app = alone(one_pool())
+    async with app.run_test(size=(40, 32)) as pilot:
+        await pilot.press("plus")
+        await pilot.pause()
+        lines = [line.strip(" │") for line in seen(app).splitlines()]
+        assert "Resize the decode pool from 1 to 2?" in " ".join(lines)
+        box = app.screen.query_one(Label).region
+        assert (box.x, box.right) == (0, 40)
 
 
 async def test_a_router_that_stops_is_named_and_its_last_message_stays(tmp_path: Path) -> None:
@@ -244,7 +304,7 @@ async def test_a_router_that_stops_is_named_and_its_last_message_stays(tmp_path:
 async def test_a_router_that_freezes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     notice_soon(monkeypatch, screen, "ADMIN_OPTIONS")
     with frozen_server(1) as address:
-        app = TopApp(address, PLAINTEXT, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=None)
+        app = alone(pools_pb2.ListPoolsResponse(), address=address)
         async with app.run_test(size=(110, 32)):
             await until(lambda: "ping timeout" in events(app))
             assert "no answer" in app.sub_title
@@ -252,7 +312,7 @@ async def test_a_router_that_freezes_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_token_that_cannot_be_read_is_an_event_and_not_the_end(tmp_path: Path) -> None:
     credentials = Credentials(token_file=tmp_path / "none")
-    app = TopApp("127.0.0.1:1", credentials, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=None)
+    app = alone(pools_pb2.ListPoolsResponse(), credentials=credentials)
     async with app.run_test(size=(110, 32)):
         await until(lambda: "token_file:" in events(app))
         assert "no answer" in app.sub_title
@@ -267,7 +327,7 @@ async def test_metrics_of_this_machine_are_read_without_the_proxy(monkeypatch: p
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with TcpServer(answer) as server:
-        app = TopApp("127.0.0.1:1", PLAINTEXT, pools_pb2.ListPoolsResponse(), interval_s=0.3, metrics=server.address)
+        app = alone(pools_pb2.ListPoolsResponse(), metrics=server.address)
         async with app.run_test(size=(110, 32)):
             await until(lambda: str(app.latency_line.content))
             assert "last minute" in str(app.latency_line.content)
