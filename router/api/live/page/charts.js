@@ -15,6 +15,14 @@ const CHARTS = [
   { title: "Requests", about: "in the router", format: number, series: [["running", "running", "--a", true], ["queued", "queued", "--b"]] },
 ];
 
+/** The indices of the values that no line reaches: lines join neighbours, and bridge BRIDGED_S of missing values (null). */
+export function isolated(seconds, values) {
+  const known = [...values.keys()].filter((index) => values[index] !== null);
+  const isJoined = (one, other) => other === one + 1 || seconds[other] - seconds[one] <= BRIDGED_S;
+  return known.filter((index, place) =>
+    !(place > 0 && isJoined(known[place - 1], index)) && !(place + 1 < known.length && isJoined(index, known[place + 1])));
+}
+
 /** An axis' value: without needless decimals. */
 const tick = (value, format) => (value ? format(value).replace(/\.0+(?!\d)/, "") : "0");
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -80,7 +88,7 @@ class Chart {
         stroke: color(variable),
         fill: isArea ? `${color(variable)}26` : undefined,
         width: 1.5,
-        points: { size: 3 },
+        points: { size: 3, filter: (plot, place, areAllShown) => (areAllShown ? null : isolated(plot.data[0], plot.data[place])) },
         gaps: bridged,
       }))],
       hooks: { setCursor: [(plot) => this.#show(plot.cursor.idx)] },

@@ -1,6 +1,7 @@
 // The router's state, followed by server-sent events; docs/live_page.md describes them.
 //
-//   connecting ──snapshot──▶ live ──ended, silent or refused──▶ lost ──a while──▶ connecting
+//   connecting ──snapshot──▶ live ──ended or silent──▶ lost ──a while──▶ connecting
+//        ├──no answer──▶ lost      ├──another answer──▶ refused ──a while──▶ connecting
 //        └──401──▶ locked ──another token──▶ connecting      live ──hidden for a while──▶ paused ──shown──▶ connecting
 //
 // By fetch and not by EventSource, which sends no Authorization header.
@@ -8,6 +9,9 @@
 const SILENT_MS = 6000;
 const HIDDEN_MS = 30000;
 const WAITS_MS = [500, 1000, 2000, 4000];
+
+/** An answer that is no stream; its message is the server's. */
+class Refusal extends Error {}
 
 /** A JSON merge patch (RFC 7396) applied to an object, in place. */
 export function merge(target, patch) {
@@ -67,10 +71,12 @@ export class Feed {
     for (let failures = 0; ; failures++) {
       if (this.#isHidden) await this.#sleep("paused", "the tab is hidden");
       this.#onStatus("connecting", "");
-      const problem = await this.#follow(headers()).catch((error) => error.message);
-      if (problem === "locked") await this.#sleep("locked", "");
-      else if (problem === "live") failures = -1;
-      else await this.#sleep("lost", problem, WAITS_MS[Math.min(failures, WAITS_MS.length - 1)]);
+      const end = await this.#follow(headers()).catch((error) => error);
+      const wait = WAITS_MS[Math.min(failures, WAITS_MS.length - 1)];
+      if (end === "locked") await this.#sleep("locked", "");
+      else if (end === "live") failures = -1;
+      else if (end instanceof Refusal) await this.#sleep("refused", end.message, wait);
+      else await this.#sleep("lost", end.message ?? end, wait);
     }
   }
 
@@ -97,7 +103,7 @@ export class Feed {
     try {
       const response = await fetch("live", { headers, cache: "no-store", signal: this.#abort.signal });
       if (response.status === 401) return "locked";
-      if (!response.ok) throw new Error((await problemOf(response)).message);
+      if (!response.ok) throw new Refusal((await problemOf(response)).message);
       for await (const event of events(response)) {
         clearTimeout(silence);
         silence = setTimeout(abort, SILENT_MS);

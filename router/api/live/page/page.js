@@ -20,9 +20,10 @@ const bearer = (name) => {
 
 function askForKeys(problem = "") {
   setText(byId("access-problem"), problem);
+  if (byId("access").open) return; // with what was typed so far
   byId("admin-token").value = sessionStorage.getItem("admin-token") ?? "";
   byId("api-key").value = sessionStorage.getItem("api-key") ?? "";
-  if (!byId("access").open) byId("access").showModal();
+  byId("access").showModal();
 }
 
 byId("keys").addEventListener("click", () => askForKeys());
@@ -118,7 +119,7 @@ function showDecisions(state) {
 const PARTS = [showHead, ...charts.parts, ...pools.parts, ...requests.parts, (state) => chat.update(state), showDecisions];
 
 function showStatus(status, detail) {
-  const text = status === "live" && !latest?.router.serving ? "live, not serving" : STATUS_TEXTS[status];
+  const text = status === "live" && !latest?.router.serving ? "live, not serving" : status === "refused" ? `refused: ${detail}` : STATUS_TEXTS[status];
   setText(byId("status"), text);
   setAttribute(byId("status"), "data-state", text === "live, not serving" ? "lost" : status);
   setAttribute(byId("status"), "title", detail);

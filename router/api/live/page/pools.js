@@ -132,7 +132,8 @@ class Pool {
     const bounds = pool.min === undefined ? "" : `autoscaler ${pool.min}–${pool.max}${pool.hold ? `, ${pool.hold.replaceAll("_", " ")}` : ""}: `;
     setText(this.#why, pool.reason ? bounds + pool.reason : "");
     this.#form.hidden = !isResizable || pool.size === undefined;
-    if (pool.size !== this.#wanted && document.activeElement !== this.#size) this.#size.value = pool.size ?? "";
+    const isTyping = document.activeElement === this.#size && this.#size.value !== String(this.#wanted ?? "");
+    if (pool.size !== this.#wanted && !isTyping) this.#size.value = pool.size ?? "";
     this.#wanted = pool.size;
     this.#edited();
     this.#table.isEmpty(!instances.length);

@@ -10,7 +10,9 @@ const WAIT = { timeout: 90_000 };
 /** Reports, and waits for the line with which the test answers. */
 async function step(name, values = {}) {
   console.log(JSON.stringify({ step: name, ...values }));
-  return (await lines.next()).value;
+  const { value, done } = await lines.next();
+  if (done) throw new Error("the test has ended");
+  return value;
 }
 
 const browser = await chromium.launch({
@@ -92,13 +94,91 @@ const scenarios = {
 
   /** Without a token the page asks for it, and works with it. */
   async locked() {
-    const page = await open();
+    const page = await open({ before: (page) => page.addInitScript(() => {
+      const { setTimeout } = window;
+      window.setTimeout = (act, milliseconds, ...others) => setTimeout(act, milliseconds === 30_000 ? 50 : milliseconds, ...others);
+    }) });
     await page.locator("#access[open]").waitFor();
     await step("asked", { text: await page.locator("#access-problem").textContent() });
     await page.locator("#admin-token").fill("operators-token");
+    const hide = (isHidden) => page.evaluate((isHidden) => {
+      Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }, isHidden);
+    const shows = (status) => page.waitForFunction((status) => document.querySelector("#status").dataset.state === status, status, WAIT);
+    await hide(true);
+    await shows("paused");
+    await hide(false);
+    await shows("locked");
+    await step("shown", { token: await page.locator("#admin-token").inputValue() });
     await page.keyboard.press("Enter");
     await isLive(page);
     await step("live", {});
+  },
+
+  /** An answer that is no stream is shown as what it says. */
+  async refused() {
+    const body = JSON.stringify({ error: { message: "Host must be an IP address" } });
+    const page = await open({ before: (page) => page.route("**/live", (route) => route.fulfill({ status: 403, contentType: "application/json", body })) });
+    await page.waitForFunction(() => document.querySelector("#status").dataset.state === "refused", null, WAIT);
+    await step("refused", { text: await page.locator("#status").textContent() });
+    await page.unroute("**/live");
+    await isLive(page);
+    await step("live");
+  },
+
+  /** The field of a size that others change, with the focus in it. */
+  async sizes() {
+    const page = await open();
+    await isLive(page);
+    const pool = page.locator("[data-pool=decode]");
+    const isOf = (size) => page.waitForFunction((text) => document.querySelector("[data-pool=decode] header .muted").textContent.includes(text), `of ${size} `, WAIT);
+    const found = async () => ({ value: await pool.locator("input").inputValue(), resizes: await pool.locator("header button").isEnabled() });
+    await pool.locator("input").focus();
+    await isOf(await step("focused", await found()));
+    await isOf(await step("followed", await found()));
+    await pool.locator("input").fill("5");
+    await isOf(await step("edited", await found()));
+    await step("kept", await found());
+  },
+
+  /** A request every ten seconds: a chart whose values have no neighbours. */
+  async sparse() {
+    const page = await open({ before: (page) => page.addInitScript(() => {
+      const { fetch } = window;
+      const rewritten = () => {
+        let text = "";
+        return new TransformStream({ transform(chunk, controller) {
+          text += chunk;
+          const end = text.indexOf("\n\n");
+          if (end < 0) return;
+          const event = JSON.parse(text.slice(text.indexOf("{"), end));
+          text = "";
+          if (!event.snapshot) return;
+          const now = Math.floor(event.snapshot.at);
+          const point = (second) => [second, second % 10 ? {} : { ttft_p50_ms: 400 }];
+          event.snapshot.points = Object.fromEntries(Array.from({ length: 280 }, (_, age) => point(now - 5 - age)));
+          controller.enqueue(`data: ${JSON.stringify(event)}\n\n`);
+        } });
+      };
+      window.fetch = async (path, ...others) => {
+        const response = await fetch(path, ...others);
+        if (path !== "live") return response;
+        const events = response.body.pipeThrough(new TextDecoderStream()).pipeThrough(rewritten());
+        return new Response(events.pipeThrough(new TextEncoderStream()), response);
+      };
+    }) });
+    await isLive(page);
+    const drawn = await page.evaluate(async () => {
+      await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+      const canvas = document.querySelector(".chart canvas");
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      const isColored = (x) => Array.from({ length: canvas.height }, (_, y) => 4 * (y * canvas.width + x))
+        .some((at) => data[at + 3] > 100 && Math.max(data[at], data[at + 1], data[at + 2]) - Math.min(data[at], data[at + 1], data[at + 2]) > 60);
+      const columns = Array.from({ length: canvas.width }, (_, x) => isColored(x));
+      return columns.filter((is, x) => is && !columns[x - 1]).length;
+    });
+    await step("drawn", { drawn, problems: page.problems });
   },
 
   /** By keys alone: the order of Tab with a visible focus, a resize, and a focus that stays where the table changes. */

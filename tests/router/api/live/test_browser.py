@@ -76,6 +76,8 @@ async def browser(scenario: str, url: str, *arguments: str) -> AsyncIterator[Bro
         yield Browser(process)
     finally:
         if process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()  # Playwright handles SIGTERM and leaves a step waiting
             process.terminate()
         await process.wait()
 
@@ -210,6 +212,35 @@ async def test_markup_in_names_reasons_and_errors_stays_text() -> None:
         await page.proceed()
 
 
+async def test_a_refusal_is_shown_as_what_it_says() -> None:
+    async with serving(Synthetic(num_instances=5)) as (url, _), browser("refused", url) as page:
+        assert (await page.step("refused"))["text"] == "refused: Host must be an IP address"
+        await page.proceed()
+        await page.step("live")
+        await page.proceed()
+
+
+async def test_the_field_of_a_size_follows_others_and_keeps_what_was_typed() -> None:
+    source = Synthetic(num_instances=50)
+    async with serving(source) as (url, _), browser("sizes", url) as page:
+        for num_instances, size, name, found in (
+            (55, 33, "focused", {"value": "30", "resizes": False}),
+            (60, 36, "followed", {"value": "33", "resizes": False}),
+            (50, 30, "edited", {"value": "5", "resizes": True}),
+            (50, 30, "kept", {"value": "5", "resizes": True}),
+        ):
+            assert await page.step(name) == {"step": name, **found}
+            source.num_instances = num_instances
+            await page.proceed(str(size))
+
+
+async def test_a_value_without_neighbours_is_seen_in_a_chart() -> None:
+    async with serving(Synthetic(num_instances=5)) as (url, _), browser("sparse", url) as page:
+        found = await page.step("drawn")
+        assert (found["drawn"], found["problems"]) == (28, [])
+        await page.proceed()
+
+
 async def test_a_page_with_tokens_asks_for_the_operators(run_http: RunHttp, tmp_path: Path) -> None:
     files = {
         "tokens_file": write_tokens(tmp_path / "tokens", alice=[ALICE]),
@@ -217,6 +248,9 @@ async def test_a_page_with_tokens_asks_for_the_operators(run_http: RunHttp, tmp_
     }
     async with run_http(http={"page": True}, auth=files) as http, browser("locked", http.url) as page:
         assert "operators' token" in (await page.step("asked"))["text"]
+        await page.proceed()
+        # STEP: what was typed stays when the page connects again
+        assert (await page.step("shown"))["token"] == OPERATOR
         await page.proceed()
         await page.step("live")
         await page.proceed()

@@ -62,6 +62,46 @@ def test_the_page_applies_patches_as_the_router_does() -> None:
     assert json.loads(done.stdout) == [after for _, after in pairs] == [patched(*case) for case in cases]
 
 
+def test_a_value_that_no_line_reaches_is_a_point() -> None:
+    seconds = [*range(100, 131), 200, 206, 207, 213]
+    known = (100, 101, 106, 110, 116, 125, 129, 200, 206, 213)
+    values = [1.0 if second in known else None for second in seconds]
+    script = (
+        f"import {{ isolated }} from {json.dumps((PAGE / 'charts.js').as_uri())};"
+        f"const found = isolated(...{json.dumps([seconds, values])});"
+        f"console.log(JSON.stringify([found, isolated([], []), isolated([7], [2])]));"
+    )
+    node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
+    done = subprocess.run(node, capture_output=True, text=True, check=True)
+    found, *small = json.loads(done.stdout)
+    # lines join 100 and 101, 106 and 110 (4 s apart), 125 and 129, and 200 and 206, between which nothing is missing
+    assert ([seconds[index] for index in found], small) == ([116, 213], [[], [0]])
+
+
+def test_a_refusal_is_no_lost_connection() -> None:
+    script = f"import {{ Feed }} from {json.dumps((PAGE / 'feed.js').as_uri())};"
+    script += """
+        const seen = [];
+        globalThis.document = { addEventListener() {} };
+        globalThis.fetch = async () => {
+          if (seen.length > 2) throw new TypeError("fetch failed");
+          const body = JSON.stringify({ error: { message: "Host must be an IP address" } });
+          return new Response(body, { status: 403 });
+        };
+        const feed = new Feed(() => {}, (status, detail) => {
+          seen.push([status, detail]);
+          if (seen.length < 4) return;
+          console.log(JSON.stringify(seen));
+          process.exit();
+        });
+        feed.run(() => ({}));
+    """
+    node = ["node", "--no-warnings", "--experimental-default-type=module", "--input-type=module", "-e", script]
+    done = subprocess.run(node, capture_output=True, text=True, check=True)
+    refused = ["refused", "Host must be an IP address"]
+    assert json.loads(done.stdout) == [["connecting", ""], refused, ["connecting", ""], ["lost", "fetch failed"]]
+
+
 def test_a_new_chat_has_nothing_of_the_answer_that_it_interrupts() -> None:
     script = f"import {{ Chat }} from {json.dumps((PAGE / 'chat.js').as_uri())};"
     script += """
