@@ -22,6 +22,7 @@ from urllib.parse import unquote
 from serving.errors import CutOff, Overloaded, ServiceError, Unavailable
 
 _RETRY_AFTER_S = 1.0
+_NO_THREAD = "no thread can be started to parse a large message"
 _RETRY_ELSEWHERE_S = 0.25
 """While draining: other instances behind the same name can serve at once, a successor of this one only later."""
 
@@ -196,10 +197,12 @@ class LargeMessages:
         client = self._client(peer, metadata)
         await self._acquire(client)
         loop = asyncio.get_running_loop()
-        cpu_s = 0.0
+        cpu_s, is_queued = 0.0, True
 
         def timed() -> T:
             nonlocal cpu_s
+            if not is_queued:
+                raise Overloaded(_NO_THREAD, _RETRY_AFTER_S)
             began_s = time.thread_time()
             try:
                 return parse(data)
@@ -212,9 +215,10 @@ class LargeMessages:
 
         try:
             parsing = loop.run_in_executor(None, timed)
-        except BaseException:  # no thread could be started
+        except RuntimeError:  # no thread could be started, and another one may find the message later
+            is_queued = False
             self._release(client)
-            raise
+            raise Overloaded(_NO_THREAD, _RETRY_AFTER_S) from None
         parsing.add_done_callback(pause)
         return await asyncio.shield(parsing)  # a thread parses to its end, whether its call is cancelled or not
 

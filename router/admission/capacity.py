@@ -46,7 +46,8 @@ class Capacity:
     """Those instances all compute prompts that miss their TTFT behind the others. They report what steps cost, by which
     they know them."""
     used_prefill_tokens: int = 0
-    """Prompt tokens that the prefilling instances have yet to compute, of all routers, by their reports."""
+    """Prompt tokens that the prefilling instances have yet to compute, of all routers. This router's own that no report
+    counts yet are left out where it may not count them itself, since they are overdue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
     ready = [view for view in decode if view.out is None]
     ready_prefill = [view for view in prefill if view.out is None]
     prefilling = ready_prefill or ready
+    puts_late_last = bool(prefilling) and all(view.load.step_cost is not None for view in prefilling)
+    num_to_prefill = sum(map(_num_to_prefill, prefilling))
+    if not puts_late_last:
+        num_to_prefill += sum(view.num_unreported_to_prefill for view in prefilling)
     return Capacity(
         num_instances=len(ready),
         num_sequences=_total(view.info.max_num_seqs for view in ready),
@@ -85,9 +90,9 @@ def capacity_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView])
         num_batched_tokens=_total(view.info.max_num_batched_tokens for view in prefilling),
         used_sequences=sum(view.num_requests for view in ready),
         used_blocks=sum(view.num_used_blocks for view in ready),
-        used_prefill_tokens=sum(_num_to_prefill(view) for view in prefilling),
+        used_prefill_tokens=num_to_prefill,
         prefilled_by="prefill" if ready_prefill else "decode",
-        puts_late_last=bool(prefilling) and all(view.load.step_cost is not None for view in prefilling),
+        puts_late_last=puts_late_last,
     )
 
 

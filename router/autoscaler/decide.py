@@ -245,11 +245,13 @@ def decide_now(observation: PoolObservation, policy: PoolPolicy, num_present: in
     settled = observation.of_settled
     is_mixed = bool(settled.warm) and len(settled.warm) < len(observation.warm)
     now = demand_of(replace(observation, latency_s=None) if is_mixed else observation, policy)
-    if now.num_wanted <= num_present:
-        if not settled.warm:
-            young = f"no warm instance has been ready for {policy.settled_s:g} s, and a rollout may have added any"
-            return ScaleDecision(observation.role, observation.at_s, *stays, "missing", young)
-        now = demand_of(settled, policy)
+    if now.num_wanted <= num_present and not settled.warm:
+        young = f"no warm instance has been ready for {policy.settled_s:g} s, and a rollout may have added any"
+        return ScaleDecision(observation.role, observation.at_s, *stays, "missing", young)
+    if is_mixed or now.num_wanted <= num_present:
+        of_settled = demand_of(settled, policy)
+        if now.num_wanted <= max(num_present, of_settled.num_wanted):
+            now = of_settled
     demanded = _demanded(now, size, num_present)
     if demanded is None:
         return ScaleDecision(observation.role, observation.at_s, *stays, "missing", now.enough_for)

@@ -234,13 +234,14 @@ class CombinedDiscovery:
 
     def __init__(self, parts: Sequence[ServiceDiscovery]) -> None:
         self._parts = tuple(parts)
+        self._found: dict[int, frozenset[str]] = {}
+        """By part. It outlives an iteration that an exception has ended: the next one must not begin with fewer."""
 
     async def addresses(self) -> AsyncIterator[frozenset[str]]:
-        found: dict[int, frozenset[str]] = {}
         changed: asyncio.Queue[None] = asyncio.Queue()
 
         def note(index: int, addresses: frozenset[str]) -> None:
-            found[index] = addresses
+            self._found[index] = addresses
             changed.put_nowait(None)
 
         following = [
@@ -250,7 +251,7 @@ class CombinedDiscovery:
         try:
             while True:
                 await changed.get()
-                yield frozenset().union(*found.values())
+                yield frozenset().union(*self._found.values())
         finally:
             for task in following:
                 task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -146,16 +147,21 @@ async def test_a_message_cancelled_at_its_turn_leaves_no_state() -> None:
 
 
 async def test_a_message_that_gets_no_thread_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the limit on processes is reached for a while."""
+    """As where the limit on processes is reached for a while. Python has queued the work before it starts a thread."""
+    queued: list[Callable[[], object]] = []
 
-    def fails(*_: object) -> None:
+    def fails(_: object, work: Callable[[], object]) -> None:
+        queued.append(work)
         raise RuntimeError("can't start new thread")
 
     messages = LargeMessages()
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.get_running_loop(), "run_in_executor", fails)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(Overloaded, match="no thread can be started"):
             await messages.parsed("a", LARGE, len)
+    (work,) = queued
+    with pytest.raises(Overloaded, match="no thread can be started"):
+        work()
     assert not messages._locks
     assert not messages._num_held
     assert await messages.parsed("a", LARGE, len) == LARGE_BYTES

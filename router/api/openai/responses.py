@@ -12,7 +12,7 @@ import asyncio
 import codecs
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -147,6 +147,13 @@ class Format(ABC, Generic[B]):
         self.body = body
         self._texts = texts
 
+    @property
+    def hidden_ids(self) -> Collection[int]:
+        """The tokens that texts leave out."""
+        if self.body.skip_special_tokens is False or self._texts.tokenizer is None:
+            return ()
+        return self._texts.tokenizer.special_ids
+
     @abstractmethod
     def logprobs(self, chunk: common_pb2.TokenChunk, offset: TextOffset) -> Logprobs | None:
         """The chunk's log-probabilities, if requested; `offset` is that of its first token, and is moved behind it."""
@@ -251,7 +258,9 @@ class ResponseBuilder(ABC):
         index = prompt_index * self.form.body.n + chunk.choice
         is_first = index not in self._offsets
         echo, echo_logprobs = self._echoes[prompt_index] if is_first else ("", None)
-        offset = self._offsets.setdefault(index, TextOffset(len(echo)))
+        if is_first:
+            self._offsets[index] = TextOffset(len(echo), self.form.hidden_ids)
+        offset = self._offsets[index]
         choice = Choice(index, echo + (message.delta.content if message.HasField("delta") else chunk.text))
         choice.reasoning = message.delta.reasoning or UNSET
         if message.delta.tool_calls:
@@ -378,12 +387,15 @@ class TextOffset:
     """Where the text of a choice's next token begins, in characters. Known by the tokens alone, since a part of their
     text may not have been delivered yet; a character of several tokens counts where it is complete."""
 
-    def __init__(self, num_chars: int) -> None:
+    def __init__(self, num_chars: int = 0, hidden_ids: Collection[int] = ()) -> None:
+        """`hidden_ids`: tokens that the text leaves out."""
         self.num_chars = num_chars
+        self._hidden_ids = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, token: bytes) -> None:
-        self.num_chars += len(self._decoder.decode(token))
+    def add(self, token_id: int, texts: TokenTexts) -> None:
+        if token_id not in self._hidden_ids:
+            self.num_chars += len(self._decoder.decode(texts.data_or_text(token_id)))
 
 
 def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offset: TextOffset, top: int) -> Logprobs:
@@ -397,20 +409,20 @@ def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offs
         columns["token_logprobs"].append(_finite(chosen.logprob))
         columns["top_logprobs"].append({texts.of(item.token_id): _finite(item.logprob) for item in best})
         columns["text_offset"].append(offset.num_chars)
-        offset.add(texts.data_or_text(chosen.token_id))
+        offset.add(chosen.token_id, texts)
     return columns
 
 
 def prompt_logprobs(texts: TokenTexts, prompt: Sequence[int], positions: Sequence[Candidates], top: int) -> Logprobs:
     """The same of an echoed prompt, whose first token has no prediction."""
-    first, offset = prompt[0], TextOffset(0)
+    first, offset = prompt[0], TextOffset()
     columns: Logprobs = {
         "tokens": [texts.of(first)],
         "token_logprobs": [None],
         "top_logprobs": [None],
         "text_offset": [0],
     }
-    offset.add(texts.data_or_text(first))
+    offset.add(first, texts)
     for name, column in completion_logprobs(texts, positions[1:], offset, top).items():
         columns[name] += column
     return columns

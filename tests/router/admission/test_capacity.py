@@ -113,13 +113,16 @@ def test_one_of_several_routers_may_have_prompts_for_the_steps_that_the_others_l
     assert limits_of(capacity, ExternalLoad(num_prefill_tokens=1000), settings).num_prefill_tokens == 400
 
 
-def test_prompts_to_compute_are_those_that_the_prefilling_instances_report() -> None:
+COST = StepCost(0.004, 0.001, 0.0002)
+
+
+def test_prompts_to_compute_are_those_of_the_prefilling_instances_sent_ones_too_where_none_is_overdue() -> None:
     computing = replace(view("p", load={"num_uncomputed_tokens": 70}), num_unreported_to_prefill=20)
     waiting = view("q", load={"num_waiting_tokens": 30})  # vLLM's report only those
     assert capacity_of([computing], [waiting]).used_prefill_tokens == 30
-    assert capacity_of([computing, waiting], []).used_prefill_tokens == 100, "those that no report counts are known"
-    cost = StepCost(0.004, 0.001, 0.0002)
-    late = view("r", load={"num_uncomputed_tokens": 40, "num_waiting_tokens": 90, "step_cost": cost})
+    assert capacity_of([computing, waiting], []).used_prefill_tokens == 120
+    late = view("r", load={"num_uncomputed_tokens": 40, "num_waiting_tokens": 90, "step_cost": COST})
+    late = replace(late, num_unreported_to_prefill=20)
     assert capacity_of([late], []).used_prefill_tokens == 40, "late prompts delay no other"
 
 
@@ -151,12 +154,22 @@ def test_prompts_that_no_report_counts_yet_are_no_foreign_load(
     """This router sent them. Its limits leave them out once they are overdue, which may be long before they are
     reported: they wait for a reservation."""
     own = Usage(num_prefill_tokens=num_reported + num_new)
-    unreported = replace(view("q"), num_unreported_to_prefill=num_overdue + num_new)
+    unreported = replace(view("q", load={"step_cost": COST}), num_unreported_to_prefill=num_overdue + num_new)
     for num_foreign, num_external in ((0, 0), (100, 100 - num_new)):
-        reported = view("p", load={"num_uncomputed_tokens": num_reported + num_foreign})
+        reported = view("p", load={"num_uncomputed_tokens": num_reported + num_foreign, "step_cost": COST})
         external, capacity = ExternalLoadEstimator(), capacity_of([reported, unreported], [])
         external.observe(capacity, own, 0.0)
         assert external.observe(capacity, own, 0.5).num_prefill_tokens == num_external
+
+
+def test_foreign_prompts_are_known_exactly_where_none_is_overdue() -> None:
+    own = Usage(num_prefill_tokens=70)
+    for num_foreign in (0, 100):
+        reported = view("p", load={"num_uncomputed_tokens": 60 + num_foreign})
+        capacity = capacity_of([replace(reported, num_unreported_to_prefill=10)], [])
+        external = ExternalLoadEstimator()
+        external.observe(capacity, own, 0.0)
+        assert external.observe(capacity, own, 0.5).num_prefill_tokens == num_foreign
 
 
 # Usage

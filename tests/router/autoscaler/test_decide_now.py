@@ -120,6 +120,15 @@ def test_a_latency_that_a_pool_misses_makes_it_grow_once_for_the_instances_whose
         assert decide_now(seen, policy, counts.num_present).new_size == 6
 
 
+def test_the_larger_of_both_demands_counts_while_some_are_young() -> None:
+    policy = POLICY.model_copy(update={"min_ready_s": 40.0, "itl_objective_s": 0.05})
+    samples = [*running(10, 10, 10, 10), *young(9)]
+    counts = counts_of(samples, policy)
+    for latency_s, size in ((0.02, 7), (0.125, 10)):
+        seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=latency_s)
+        assert decide_now(seen, policy, counts.num_present).new_size == size
+
+
 @dataclass
 class Hpa:
     """As Kubernetes computes it of an external metric with an average value of 1."""

@@ -188,6 +188,25 @@ async def test_what_goes_wrong_with_one_part_is_logged_and_the_part_begins_again
     ]
 
 
+async def test_a_union_that_begins_again_has_no_fewer_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part answers at once, and a resolver may not."""
+    monkeypatch.setattr("router.pools.discovery._RETRY_S", 0.001)
+    dns = Dns({"a"})
+    union = CombinedDiscovery([StaticDiscovery(["c"]), DnsDiscovery("decode", 50051, QUICK_S, dns)])
+    seen: list[frozenset[str]] = []
+
+    def take(addresses: frozenset[str]) -> None:
+        seen.append(addresses)
+        if addresses == {"a", "c"} and dns.answers != [FAILURE]:
+            dns.answers = [FAILURE]
+            raise RuntimeError("a fault that the test asked for")
+
+    following = asyncio.create_task(follow(union, take, "addresses"))
+    await until(lambda: len(seen) >= 2 and seen[-2:] == [{"a", "c"}] * 2)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
 async def test_a_discovery_that_begins_again_yields_what_it_knows() -> None:
     dns = Dns({"a"})
     discovery = dns.discovery()

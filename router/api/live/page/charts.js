@@ -72,7 +72,7 @@ class Chart {
     const axis = { stroke: color("--muted"), grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const bridged = (plot, series, from, to, gaps) => {
       const most = (plot.valToPos(BRIDGED_S, "x", true) - plot.valToPos(0, "x", true));
-      return gaps.filter(([start, end]) => end - start > most);
+      return gaps.filter(([start, end]) => end - start > most + 1); // its ends are rounded to pixels
     };
     return {
       ...this.#size(),

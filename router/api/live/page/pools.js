@@ -132,7 +132,7 @@ class Pool {
     const bounds = pool.min === undefined ? "" : `autoscaler ${pool.min}–${pool.max}${pool.hold ? `, ${pool.hold.replaceAll("_", " ")}` : ""}: `;
     setText(this.#why, pool.reason ? bounds + pool.reason : "");
     this.#form.hidden = !isResizable || pool.size === undefined;
-    const isTyping = document.activeElement === this.#size && this.#size.value !== String(this.#wanted ?? "");
+    const isTyping = this.#form.contains(document.activeElement) && this.#size.value !== String(this.#wanted ?? "");
     if (pool.size !== this.#wanted && !isTyping) this.#size.value = pool.size ?? "";
     this.#wanted = pool.size;
     this.#edited();
