@@ -18,7 +18,7 @@ from engine.config import (
     Quantization,
 )
 from instance.connectors import CONNECTORS, check_names, connector_config
-from serving.channel import ChannelSettings, listens_privately
+from serving.channel import MAX_INT, ChannelSettings, listens_privately
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
 from serving.server import HealthSettings, ServerSettings
@@ -45,7 +45,9 @@ class ListenSettings(ServerSettings):
         ge=1,
     )
     # Those of one router come over one connection, and a few more: load reports, the token stream, releases.
-    max_streams_per_connection: int = setting(8192, "HTTP/2 streams on one connection; further calls wait.", ge=1)
+    max_streams_per_connection: int = setting(
+        8192, "HTTP/2 streams on one connection; further calls wait.", ge=1, le=MAX_INT
+    )
     max_bad_calls_per_s: float = setting(
         10_000.0,
         "Failed calls per second allowed from one address, twice as many in a burst; routers may have many.",

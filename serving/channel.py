@@ -31,15 +31,21 @@ from serving.settings import Section, setting
 from serving.tls import TlsFiles, TlsMaterial
 
 MAX_METADATA_BYTES = 8192
+MAX_INT = 2**31 - 1
+"""Of gRPC's options, which are C ints."""
 
 
 class ChannelSettings(Section):
     """Connections from this process to other instances."""
 
-    keepalive_ms: int = setting(1000, "Milliseconds between pings to a silent peer.", ge=500)
-    ping_timeout_ms: int = setting(1000, "Milliseconds after which an unanswered ping ends a connection.", ge=100)
-    max_backoff_ms: int = setting(500, "Longest wait in milliseconds between attempts to connect.", ge=100)
-    max_message_bytes: int = setting(4 << 20, "Longest message in bytes that is accepted from a peer.", ge=1024)
+    keepalive_ms: int = setting(1000, "Milliseconds between pings to a silent peer.", ge=500, le=MAX_INT)
+    ping_timeout_ms: int = setting(
+        1000, "Milliseconds after which an unanswered ping ends a connection.", ge=100, le=MAX_INT
+    )
+    max_backoff_ms: int = setting(500, "Longest wait in milliseconds between attempts to connect.", ge=100, le=MAX_INT)
+    max_message_bytes: int = setting(
+        4 << 20, "Longest message in bytes that is accepted from a peer.", ge=1024, le=MAX_INT
+    )
 
 
 def channel_options(settings: ChannelSettings) -> list[tuple[str, str | int]]:

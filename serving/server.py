@@ -25,12 +25,15 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from serving.abuse_limits import AbuseLimits
-from serving.channel import MAX_METADATA_BYTES
+from serving.channel import MAX_INT, MAX_METADATA_BYTES
 from serving.health import Health
 from serving.interceptor import Authorizer, CallInterceptor, CallLimits
 from serving.limits import CONTROL, CallPolicy, LargeMessages, OpenCalls
 from serving.settings import Address, Section, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
+
+_MAX_S = MAX_INT // 1000
+"""Of times that gRPC gets in milliseconds."""
 
 
 class ServerSettings(Section):
@@ -39,7 +42,7 @@ class ServerSettings(Section):
     host: str = setting("127.0.0.1", "Address to listen on; a pod listens on its own IP.", flag="--host")
     port: int = setting(0, "Port to listen on; 0 takes a free one.", flag="--port", ge=0, le=65535)
     advertise: str | None = setting(None, "host:port reported to peers; none: the address listened on.")
-    max_message_bytes: int = setting(4 << 20, "Longest request message in bytes.", ge=1024)
+    max_message_bytes: int = setting(4 << 20, "Longest request message in bytes.", ge=1024, le=MAX_INT)
     max_calls: int = setting(4096, "Open calls in total.", ge=1)
     max_calls_per_peer: int = setting(128, "Open calls from one address.", ge=1)
     max_large_messages_per_peer: int = setting(
@@ -55,19 +58,22 @@ class ServerSettings(Section):
         " delayed, and a connection that cancels calls before a request was sent is dropped.",
         gt=0,
     )
-    max_streams_per_connection: int = setting(1024, "HTTP/2 streams on one connection; further calls wait.", ge=1)
+    max_streams_per_connection: int = setting(
+        1024, "HTTP/2 streams on one connection; further calls wait.", ge=1, le=MAX_INT
+    )
     max_connections: int = setting(
         16384, "Open connections, at most 3/4 of the open files; further ones are closed.", ge=1
     )
-    max_idle_s: float = setting(300.0, "Seconds that a connection without a call is kept.", ge=1)
+    max_idle_s: float = setting(300.0, "Seconds that a connection without a call is kept.", ge=1, le=_MAX_S)
     max_connection_age_s: float | None = setting(
         None,
         "Seconds after which a connection accepts no new call, so that clients behind a connection balancer reconnect"
         " and spread; none: never. Running calls continue.",
         gt=0,
+        le=_MAX_S,
     )
     max_connection_age_grace_s: float | None = setting(
-        None, "Seconds after which calls still running on such a connection are cut off; none: never.", gt=0
+        None, "Seconds after which calls still running on such a connection are cut off; none: never.", gt=0, le=_MAX_S
     )
     max_deadline_s: float = setting(600.0, "Longest call in seconds, whatever the client's deadline.", gt=0)
     read_timeout_s: float = setting(10.0, "Seconds within which the message of a call must arrive.", gt=0)

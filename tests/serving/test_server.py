@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -11,10 +12,11 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from pydantic import ValidationError
 
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
-from serving.channel import open_channel
+from serving.channel import ChannelSettings, open_channel
 from serving.errors import is_cut_off
 from serving.interceptor import Context
 from serving.limits import CONTROL
@@ -320,6 +322,34 @@ async def test_a_grace_ends_what_runs_on(rigs: Rigs) -> None:
         async with asyncio.timeout(20):
             await running.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+_LONGEST_S = 2_147_483
+LARGEST: dict[str, Any] = {
+    "max_message_bytes": 2**31 - 1,
+    "max_streams_per_connection": 2**31 - 1,
+    "max_idle_s": _LONGEST_S,
+    "max_connection_age_s": _LONGEST_S,
+    "max_connection_age_grace_s": _LONGEST_S,
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_what_exceeds_an_int_of_grpc_is_rejected_as_a_setting(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"{name}\n  Input should be less than or equal to {LARGEST[name]}"):
+        ServerSettings.model_validate({name: LARGEST[name] + 1})
+
+
+async def test_a_server_and_a_channel_with_the_largest_values_serve(rigs: Rigs) -> None:
+    largest = {"keepalive_ms", "ping_timeout_ms", "max_backoff_ms", "max_message_bytes"}
+    for name in largest:
+        with pytest.raises(ValidationError, match=f"{name}\n  Input should be less than or equal to {2**31 - 1}"):
+            ChannelSettings.model_validate({name: 2**31})
+    rig = await rigs.start(**LARGEST)
+    settings = ChannelSettings.model_validate(dict.fromkeys(largest, 2**31 - 1))
+    async with open_channel(rig.server.address, settings) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert (await call).status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_connections_do_not_age_unless_asked(rigs: Rigs) -> None:
