@@ -19,6 +19,7 @@ names nested flags `--server.port`, and no source reports which one a wrong valu
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -29,10 +30,12 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import pydantic_settings
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from serving.yaml_file import parse_yaml
+
+_log = logging.getLogger(__name__)
 _PREFIX = "TANDEM_"
 _ENVIRONMENT = "environment"
 _FLAGS = "flags"
@@ -189,11 +192,11 @@ def _merge(below: Tree, above: Tree) -> None:
 
 def _read_yaml(path: Path) -> Tree:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = parse_yaml(path.read_text())
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not YAML: {error}") from None
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -315,6 +318,6 @@ class _YamlValue(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return yaml.safe_load(value) if isinstance(value, str) else value
-        except yaml.YAMLError as error:
-            self.fail(f"not YAML: {error}", param, ctx)
+            return parse_yaml(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
