@@ -238,6 +238,7 @@ class TransferSection(Section):
 class InstanceSettings(Settings):
     """The settings of `python -m prefill_service` and `python -m decode_service`."""
 
+    of_other_programs = frozenset({("tls", "require_client_cert")})
     model: ModelSection
     server: ListenSettings = ListenSettings()
     instance: InstanceSection = InstanceSection()

@@ -308,6 +308,7 @@ def run_instance(settings: InstanceSettings, role: Role) -> int:
     bind_to_parent()
     raise_open_files_limit()
     configure_logging(settings.log)
+    settings.log_ignored_variables()
     try:
         with exporting_spans(settings.tracing, f"tandem-{role.name}"):
             return asyncio.run(_run(settings, role))

@@ -56,6 +56,7 @@ def _run(settings: RouterSettings, serve: Callable[[RouterSettings], Coroutine[A
     bind_to_parent()
     raise_open_files_limit()
     structured_logging.configure(settings.log)
+    settings.log_ignored_variables()
     try:
         lost_nothing = asyncio.run(serve(settings))
     except (OSError, SettingsError) as error:

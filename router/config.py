@@ -62,6 +62,7 @@ class RouterSection(Section):
 class RouterSettings(Settings):
     """The whole tree of `python -m router`."""
 
+    of_other_programs = frozenset({("server", "drain_move_s")})  # but not server.listen, which is router.listen here
     router: RouterSection
     server: ServerSettings = ServerSettings()
     http: HttpSettings = HttpSettings()

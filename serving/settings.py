@@ -10,7 +10,8 @@ made with `setting(default, doc)`. The setting `port` of the section `server` is
 Every variable has a double underscore, so the variables that Kubernetes makes for a Service called tandem
 (TANDEM_PORT=tcp://...) are never read as settings. An unknown name is an error that suggests the right one. In the
 environment only the program's own sections, and names that resemble one of them, are checked: other sections belong to
-other programs. The composition root reads the tree once and passes sections down.
+other programs, and so do the settings of its own sections that `Settings.of_other_programs` lists: one environment may
+serve several. The composition root reads the tree once and passes sections down.
 
 pydantic-settings reads the environment. It cannot do the rest: its YAML source ignores a missing file, its command line
 names nested flags `--server.port`, and no source reports which one a wrong value came from.
@@ -26,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import update_wrapper
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 import pydantic_settings
@@ -63,6 +64,21 @@ class Settings(pydantic_settings.BaseSettings):
     model_config = pydantic_settings.SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix=_PREFIX, env_nested_delimiter="__"
     )
+    of_other_programs: ClassVar[frozenset[Keys]] = frozenset()
+    """Settings that other programs have in sections which this one has too: their variables are ignored here."""
+
+    @classmethod
+    def ignored_variables(cls) -> list[str]:
+        """Those of other programs that are set."""
+        return sorted(
+            {environment_name(path) for path in cls.of_other_programs} & {name.upper() for name in os.environ}
+        )
+
+    @classmethod
+    def log_ignored_variables(cls) -> None:
+        """Once the log is configured by the settings."""
+        if ignored := cls.ignored_variables():
+            _log.debug("variables that are settings of other programs are ignored: %s", ", ".join(ignored))
 
     @classmethod
     def settings_customise_sources(
@@ -224,7 +240,10 @@ def _read_environment(tree: type[Settings]) -> Tree:
             raise SettingsError(f"{_ENVIRONMENT}: unknown section in {name}; did you mean {right}...?")
     source = pydantic_settings.EnvSettingsSource(tree)
     # It would read a whole section from a variable without a double underscore.
-    source.env_vars = {name: value for name, value in source.env_vars.items() if "__" in name}
+    ignored = {name.lower() for name in tree.ignored_variables()}
+    source.env_vars = {
+        name: value for name, value in source.env_vars.items() if "__" in name and name.lower() not in ignored
+    }
     try:
         return source()
     except pydantic_settings.SettingsError as error:

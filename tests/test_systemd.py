@@ -16,7 +16,7 @@ from decode_service.config import DecodeSettings
 from prefill_service.config import PrefillSettings
 from router.config import RouterSettings
 from serving.lifecycle import EXIT_CANNOT_START, EXIT_CUT_OFF
-from serving.settings import Settings, load
+from serving.settings import Settings, SettingsError, leaves, load
 
 ROOT = Path(__file__).parents[1]
 UNITS = sorted((ROOT / "systemd").glob("*.service"))
@@ -52,6 +52,20 @@ def test_a_unit_waits_for_the_drain_and_knows_the_exit_statuses(name: str, role:
     assert int(service["SuccessExitStatus"]) == EXIT_CUT_OFF
     module = service["ExecStart"].split()[2].replace("%i", role)
     assert (ROOT / module / "__main__.py").is_file()
+
+
+def test_a_variable_of_one_service_stops_no_other_since_all_units_read_one_file_of_variables() -> None:
+    """But server.listen: an instance's address, for which the router has router.listen, and both cannot have it."""
+    paths = {role: {path for path, _ in leaves(tree)} for role, tree in TREES.items()}
+    for role, tree in TREES.items():
+        of_others = set().union(*paths.values()) - paths[role] - {("server", "listen")}
+        assert tree.of_other_programs == {path for path in of_others if path[0] in tree.model_fields}
+
+
+def test_the_routers_address_is_not_that_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SERVER__LISTEN", "127.0.0.1:50051")
+    with pytest.raises(SettingsError, match="unknown setting TANDEM_SERVER__LISTEN"):
+        load(RouterSettings, flags={("router", "model"): "any"})
 
 
 def test_the_pages_settings_are_settings_of_the_services(tmp_path: Path) -> None:
