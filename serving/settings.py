@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _PREFIX = "TANDEM_"
 _ENVIRONMENT = "environment"
 _FLAGS = "flags"
-_ABSENT = object()
+_DEFAULT = "default"
 
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]/]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
@@ -276,14 +276,51 @@ def _explained(item: Any, layers: Mapping[str, Tree], tree: type[Settings]) -> s
         return "\n".join(
             f"{'.'.join(keys)} is required: set {environment_name(keys)} or {_long_flag(keys)}" for keys in missing
         )
-    origin = "default"
+    if not path:
+        return str(item["msg"])
+    setting_path = next((keys for keys, _ in leaves(tree) if keys == path[: len(keys)]), path)
+    if isinstance(item["input"], dict) and _is_section(path, tree):
+        origins = [name for name, layer in layers.items() if _depth(path, layer) == len(path)]
+        return f"{'.'.join(path)} (from {', '.join(origins) or _DEFAULT}): {item['msg']}"
+    origin, depth = _origin(path, len(setting_path), layers)
+    where = environment_name(setting_path) if origin == _ENVIRONMENT else origin
+    hint = _quoting_hint(item) if origin not in (_ENVIRONMENT, _FLAGS, _DEFAULT) else ""
+    return f"{'.'.join(path[:depth])} = {ascii(item['input'])[:64]} (from {where}): {item['msg']}{hint}"
+
+
+def _is_section(path: Keys, tree: type[BaseModel]) -> bool:
+    field = tree.model_fields.get(path[0])
+    section = None if field is None else _section(field)
+    return section is not None and (len(path) == 1 or _is_section(path[1:], section))
+
+
+def _origin(path: Keys, min_depth: int, layers: Mapping[str, Tree]) -> tuple[str, int]:
+    """The layer with the longest part of `path`, of `min_depth` keys at least, and that part's length; of several the
+    uppermost. What pydantic adds to a path, such as the member of a union, no layer has."""
+    origin, longest = _DEFAULT, min_depth
     for name, layer in layers.items():
-        value: Any = layer
-        for part in path:
-            value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
-        origin = origin if value is _ABSENT else name
-    where = environment_name(path) if origin == _ENVIRONMENT else origin
-    return f"{'.'.join(path)} = {ascii(item['input'])[:64]} (from {where}): {item['msg']}"
+        if (depth := _depth(path, layer)) >= longest:
+            origin, longest = name, depth
+    return origin, longest
+
+
+def _depth(path: Keys, value: object) -> int:
+    """How many keys of `path` lead to something in `value`."""
+    for depth, part in enumerate(path):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return depth
+    return len(path)
+
+
+def _quoting_hint(item: Any) -> str:
+    """For a text in a YAML file that YAML reads as something else."""
+    if item["type"] not in ("string_type", "path_type") or isinstance(item["input"], dict | list):
+        return ""
+    return '; give one, "null" in quotes if it is that' if item["input"] is None else "; put it in quotes"
 
 
 _CONFIG_OPTION = click.Option(

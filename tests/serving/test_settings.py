@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import pytest
 from click.testing import CliRunner
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from serving.server import ServerSettings
 from serving.settings import Section, Settings, SettingsError, environment_name, leaves, load, setting, settings_options
+from serving.tls import TlsSettings
 
 
 class Pool(Section):
     size: int = setting(2, "Instances.", ge=1)
     names: list[str] = setting([], "Names of the instances.")
     picker: Literal["score", "random"] = setting("score", "How an instance is picked.")
+    model: str = setting("any", "Name of the model.")
+    options: dict[str, int | bool] = setting({}, "Options of the picker.")
     verify: bool = setting(True, "Verify what arrives.")
     folder: Path | None = setting(None, "Folder of the store.")
     wait_s: float = setting(1.5, "Seconds to wait.", gt=0)
@@ -25,6 +28,18 @@ class Pool(Section):
 class Example(Settings):
     server: ServerSettings = ServerSettings()
     pool: Pool = Pool()
+    of_other_programs = frozenset({("pool", "depth_m")})
+
+    @model_validator(mode="after")
+    def _has_instances(self) -> Self:
+        if self.pool.names == ["none"]:
+            raise ValueError("pool.names needs instances")
+        return self
+
+
+class Encrypted(Settings):
+    server: ServerSettings = ServerSettings()
+    tls: TlsSettings = TlsSettings()
 
 
 @pytest.fixture
@@ -99,6 +114,83 @@ def test_an_invalid_value_is_reported_with_its_setting_and_origin(
         load(Example, config=config)
     assert f"pool.size = 0 (from {config}): Input should be greater than or equal to 1" in str(caught.value)
     assert "server.port = 'many' (from TANDEM_SERVER__PORT): Input should be a valid integer" in str(caught.value)
+
+
+def test_a_problem_of_several_settings_names_no_source(config: Path) -> None:
+    config.write_text("pool: {names: [none]}\n")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config, flags={("server", "port"): 1})
+    assert str(caught.value) == "Value error, pool.names needs instances"
+
+
+def test_a_problem_of_a_section_names_every_source_of_its_settings(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text("tls: {cert_file: a}\n")
+    monkeypatch.setenv("TANDEM_TLS__KEY_FILE", "b")
+    with pytest.raises(SettingsError) as caught:
+        load(Encrypted, config=config, flags={("server", "port"): 1})
+    assert str(caught.value).startswith(f"tls (from {config}, environment): Value error, cert_file, key_file and")
+    config.write_text("tls: 3\n")
+    monkeypatch.delenv("TANDEM_TLS__KEY_FILE")
+    with pytest.raises(SettingsError, match=r"^tls = 3 \(from .*tandem\.yaml\): Input should be"):
+        load(Encrypted, config=config)
+
+
+def test_a_problem_within_a_list_or_a_union_names_the_source_of_the_value(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text("pool: {names: [a, [b]], options: {depth: deep}}\n")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config, flags={("pool", "size"): 1})
+    names, *options = str(caught.value).splitlines()
+    assert names == f"pool.names.1 = ['b'] (from {config}): Input should be a valid string"
+    assert len(options) == 2
+    assert all(line.startswith(f"pool.options.depth = 'deep' (from {config}): Input") for line in options)
+    monkeypatch.setenv("TANDEM_POOL__NAMES", "[[1]]")
+    with pytest.raises(SettingsError, match=r"pool\.names\.0 = \[1\] \(from TANDEM_POOL__NAMES\): Input"):
+        load(Example, config=config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("model: null", 'model = None (from FILE): Input should be a valid string; give one, "null" in quotes if'),
+        ("model: 1.10", "model = 1.1 (from FILE): Input should be a valid string; put it in quotes"),
+        (
+            "folder: 2026",
+            "folder = 2026 (from FILE): Input is not a valid path for <class 'pathlib.Path'>; put it in quotes",
+        ),
+    ],
+)
+def test_a_text_that_yaml_reads_as_something_else_is_to_be_quoted(config: Path, content: str, message: str) -> None:
+    config.write_text(f"pool: {{{content}}}\n")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config)
+    assert "pool." + message.replace("FILE", str(config)) in str(caught.value)
+
+
+def test_a_section_that_is_there_twice_is_reported(config: Path) -> None:
+    config.write_text("pool: {size: 3}\nserver: {port: 1}\npool: {wait_s: 2}\n")
+    with pytest.raises(SettingsError) as caught:
+        load(Example, config=config)
+    assert str(caught.value) == f"{config}: 'pool' is there twice, in lines 1 and 3: keep one of them"
+
+
+def test_a_setting_that_another_program_has_in_the_section_is_ignored_in_the_environment_alone(
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TANDEM_POOL__DEPTH_M", "not a number")
+    assert load(Example) == Example()
+    with caplog.at_level("DEBUG"):
+        Example.log_ignored_variables()
+    assert "other programs are ignored: TANDEM_POOL__DEPTH_M" in caplog.text
+    config.write_text("pool: {depth_m: 3}\n")
+    with pytest.raises(SettingsError, match=r"unknown setting pool\.depth_m"):
+        load(Example, config=config)
+    monkeypatch.setenv("TANDEM_POOL__DEPT_M", "3")
+    with pytest.raises(SettingsError, match="unknown setting TANDEM_POOL__DEPT_M"):
+        load(Example)
 
 
 def test_a_section_whose_lines_are_comments_is_empty(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
