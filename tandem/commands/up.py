@@ -33,6 +33,7 @@ from tandem.local_stack.settings import (
     parse_bounds,
 )
 from tandem.local_stack.stack import LocalStack, StartCancelled
+from tandem.local_stack.store_size import has_store
 from tandem.local_stack.supervisor import StackFailed
 from tandem.local_stack.system import IN_DOCKER, other_system
 from tandem.local_stack.topology import check_gpus
@@ -239,6 +240,7 @@ def command(
             instance_settings(settings.instance_args)
         needs_weights = not _may_be_dummy(settings.instance_args)
         config = None  # vLLM checks its models itself
+        has_store(settings)  # raises for variables of the instances
         if engine == "tandem":
             impl = settings.model_impl
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from tandem.connectors import CONNECTORS
 from tandem.local_stack.settings import StackSettings
+
+if TYPE_CHECKING:
+    from instance.config import TransferSection
 
 _MAX_BYTES = 16 << 30
 """The stores' own default."""
@@ -26,18 +29,22 @@ class StoreSize(NamedTuple):
 
 
 def has_store(settings: StackSettings) -> bool:
-    """Whether the instances keep KV in the stack's folder."""
+    """Whether the instances keep KV in the stack's folder: not where flags or the environment give them another one.
+    Raises ValueError for flags or variables with which no instance starts."""
     on_disk = "lmcache" in settings.connectors and settings.kv_url is None
-    return settings.has_connector and ("shared_storage" in settings.connectors or on_disk)
+    if not (settings.has_connector and ("shared_storage" in settings.connectors or on_disk)):
+        return False
+    given = _given(settings)
+    return given is None or given.folder is None
 
 
 def store_size(settings: StackSettings, folder: Path, available: int) -> StoreSize | None:
     """Of the store in `folder`. `available` bytes of memory limit it on a tmpfs, whose free space promises more.
 
     None leaves it to the store: there is none here, its size is given, or a connector of unknown options would get the
-    size too. Raises ValueError for flags with which no instance starts.
+    size too. Raises ValueError for flags or variables with which no instance starts.
     """
-    if not has_store(settings) or not set(settings.connectors) <= set(CONNECTORS) or _is_given(settings):
+    if not has_store(settings) or not set(settings.connectors) <= set(CONNECTORS) or _has_size(settings):
         return None
     try:
         free, in_memory = shutil.disk_usage(folder).free, _is_in_memory(folder)
@@ -49,15 +56,21 @@ def store_size(settings: StackSettings, folder: Path, available: int) -> StoreSi
     return StoreSize(max(_MIN_BYTES, min(_MAX_BYTES, free // _SHARE)), in_memory)
 
 
-def _is_given(settings: StackSettings) -> bool:
-    """Whether the instances get a size, or another folder, by their own flags or the environment."""
-    if not settings.instance_args and not any(name.startswith("TANDEM_TRANSFER__") for name in os.environ):
-        return False
+def _given(settings: StackSettings) -> TransferSection | None:
+    """What the instances' own flags, their settings file and the environment say; None: nothing."""
+    if not settings.instance_args and not any(name.upper().startswith("TANDEM_TRANSFER__") for name in os.environ):
+        return None
     from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
 
-    transfer = instance_settings(settings.instance_args).transfer
-    options = {name.rpartition(".")[2] for name in transfer.options}
-    return transfer.capacity_bytes is not None or transfer.folder is not None or "capacity_bytes" in options
+    return instance_settings(settings.instance_args).transfer
+
+
+def _has_size(settings: StackSettings) -> bool:
+    """Whether the instances get a size from elsewhere."""
+    if (given := _given(settings)) is None:
+        return False
+    options = {name.rpartition(".")[2] for name in given.options}
+    return given.capacity_bytes is not None or "capacity_bytes" in options
 
 
 def _is_in_memory(folder: Path) -> bool:

@@ -210,6 +210,7 @@ class Topology:
         self.stack_address = f"unix:{quote(os.fsencode(folder / 'stack.sock'))}"  # gRPC decodes it
         """Of the StackServer, for the routers."""
         available = available_bytes()
+        self._has_store = has_store(settings)
         self._store = store_size(settings, folder, available)
         if self._store is not None and self._store.in_memory:
             available -= self._store.num_bytes
@@ -310,7 +311,7 @@ class Topology:
         connectors = set(settings.connectors)
         return {
             "--kv-connector": settings.connector,
-            "--kv-folder": self._folder / "store" if has_store(settings) else None,
+            "--kv-folder": self._folder / "store" if self._has_store else None,
             "--kv-capacity-bytes": None if self._store is None else self._store.num_bytes,
             "--kv-secret-file": self._folder / "kv_secret" if connectors & set(CONNECTORS) else None,
             "--kv-url": settings.kv_url,

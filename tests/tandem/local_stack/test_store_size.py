@@ -96,6 +96,30 @@ def test_a_size_that_is_given_stays(
     assert capacities(Topology(settings(**fields), tmp_path)) == given
 
 
+def folders(topology: Topology) -> list[str]:
+    """Every one that an instance is given as a flag; the last one counts."""
+    command = " ".join(topology.instance("decode-0", "127.0.0.1:7001").argv)
+    return re.findall(r"--kv-folder[ =](\S+)", command)
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_folder_that_is_given_takes_the_place_of_the_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folders(Topology(settings(), tmp_path)) == [str(tmp_path / "store")]
+    assert folders(Topology(settings(instance_args=("--kv-folder=/mnt/kv",)), tmp_path)) == ["/mnt/kv"]
+    (tmp_path / "instances.yaml").write_text("transfer: {folder: /mnt/kv}\n")
+    in_file = settings(instance_args=(f"--config={tmp_path / 'instances.yaml'}",))
+    assert folders(Topology(in_file, tmp_path)) == []
+    monkeypatch.setenv("TANDEM_TRANSFER__FOLDER", "/mnt/kv")
+    for connector in ("shared_storage", "lmcache", "acme.kv:Connector,shared_storage"):
+        assert folders(Topology(settings(connector=connector), tmp_path)) == []
+
+
+@pytest.mark.usefixtures("disk")
+def test_a_size_alone_leaves_the_stacks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TRANSFER__CAPACITY_BYTES", "5")
+    assert folders(Topology(settings(), tmp_path)) == [str(tmp_path / "store")]
+
+
 def test_what_is_mounted_says_whether_a_folder_is_in_memory() -> None:
     size = store_size(settings(), Path("/dev/shm"), 40 * GIB)
     assert size is not None
