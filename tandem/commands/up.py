@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import shutil
@@ -22,6 +21,7 @@ from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.here import has_proxy
 from tandem.client.registry import made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
+from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.desired_state import MAX_SIZE
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tandem.client.completion import Usage
     from tandem.client.credentials import Credentials
 
+_API_KEY = "TANDEM_API_KEY"
 _GIB = 2**30
 _MIN_KV_TOKENS = 32
 """Two blocks."""
@@ -60,7 +61,7 @@ _DEMO_TOKENS = 60
 @click.command("up")
 @click.option(
     "--config", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), is_eager=True, expose_value=False,
-    callback=lambda context, option, value: _read_config(context, value),
+    callback=lambda context, option, value: read_stack_file(context, value),
     help="YAML file with these options, `decode: 2`; those of the command line win.",
 )  # fmt: skip
 @click.option(
@@ -153,7 +154,8 @@ _DEMO_TOKENS = 60
     "within a container's CPU limit.",
 )  # fmt: skip
 @click.option(
-    "--api-key", metavar="KEY", envvar="TANDEM_API_KEY", show_envvar=True,
+    "--api-key", metavar="KEY", envvar=_API_KEY, show_envvar=True,
+    callback=lambda context, option, value: _check_api_key(value),
     help="Clients must send it as bearer token; commands of this user on this machine do. Absent: no token is "
     "required. Other users see a command line, not the environment.",
 )  # fmt: skip
@@ -238,9 +240,9 @@ def command(
             from tandem.local_stack.instance_flags import instance_settings
 
             instance_settings(settings.instance_args)
+        has_store(settings)  # raises for variables of the instances
         needs_weights = not _may_be_dummy(settings.instance_args)
         config = None  # vLLM checks its models itself
-        has_store(settings)  # raises for variables of the instances
         if engine == "tandem":
             impl = settings.model_impl
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
@@ -256,34 +258,11 @@ def command(
     _run_stack(settings, model, try_it)
 
 
-def _read_config(context: click.Context, path: Path | None) -> None:
-    """Makes the options in the YAML file the defaults of this command."""
-    if path is None:
-        return
-    import yaml
-
-    try:
-        given = yaml.safe_load(path.read_text()) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise click.BadParameter(f"{path}: {error}") from None
-    if not isinstance(given, dict):
-        raise click.BadParameter(f"{path} must be a map from options to values, such as `decode: 2`")
-    options = {option.opts[0].removeprefix("--"): option for option in context.command.params}
-    context.default_map = {}
-    for name, value in given.items():
-        option = options.get(str(name).replace("_", "-"))
-        if option is None or option.name == "config" or isinstance(value, dict):
-            similar = [] if isinstance(value, dict) else difflib.get_close_matches(str(name), options, n=1)
-            hint = (
-                f"did you mean {similar[0]}?"
-                if similar
-                else "settings of the services go into router-arg, instance-arg"
-            )
-            what = "section" if isinstance(value, dict) else "option"
-            raise click.BadParameter(f"{path}: `tandem up` has no {what} {name!r}; {hint}")
-        if isinstance(value, list) and not option.multiple:
-            raise click.BadParameter(f"{path}: {name} has one value, not a list: {value}")
-        context.default_map[option.name] = [value] if option.multiple and not isinstance(value, list) else value
+def _check_api_key(value: str | None) -> str | None:
+    """click takes an empty variable for an absent one, and the stack would be open to every client."""
+    if value is None and os.environ.get(_API_KEY) == "":
+        raise click.UsageError(f"{_API_KEY} is empty: set it to a key, or `unset {_API_KEY}` for a stack without one")
+    return value
 
 
 def _check_connector(value: str) -> str:

@@ -67,6 +67,45 @@ def test_options_come_from_a_file_below_those_of_the_command_line(tmp_path: Path
     assert "secret" not in repr(settings)
 
 
+def test_an_option_without_a_value_in_the_file_is_absent(tmp_path: Path, started: list[StackSettings]) -> None:
+    names = (
+        "prefill",
+        "connector",
+        "instance-arg",
+        "autoscale",
+        "pin",
+        "http-port",
+        "tls",
+        "model",
+        "try",
+        "kv-memory",
+    )
+    (tmp_path / "stack.yaml").write_text("".join(f"{name}:\n" for name in (*names, "served-model-name", "engine")))
+    assert run("--config", str(tmp_path / "stack.yaml")) == ""
+    assert run() == ""
+    assert started[0] == started[1]
+
+
+def test_a_wrong_variable_of_the_instances_is_reported_before_anything_starts(
+    started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_TRANSFER__LEASE_S", "long")
+    assert "Error: the instances' settings: transfer.lease_s = 'long' (from TANDEM_TRANSFER__LEASE_S)" in run()
+    assert not started
+
+
+def test_an_empty_variable_of_the_key_opens_no_stack(
+    tmp_path: Path, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "")
+    output = run()
+    assert "TANDEM_API_KEY is empty: set it to a key, or `unset TANDEM_API_KEY`" in output
+    assert not started
+    (tmp_path / "stack.yaml").write_text("api-key: secret\n")
+    assert run("--config", str(tmp_path / "stack.yaml")) == run("--api-key", "secret") == ""
+    assert [settings.api_key for settings in started] == ["secret", "secret"]
+
+
 def test_a_users_stack_has_the_same_ports_at_each_start(
     tmp_path: Path, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +133,20 @@ def test_a_users_stack_has_the_same_ports_at_each_start(
         ("{", "stack.yaml"),
         ("config: other.yaml", "no option 'config'"),
         ("api-key: two words", "--api-key must be printable ASCII without spaces"),
+        ("api-key: ''", "--api-key must be printable ASCII without spaces"),
+        ("api-key:", "api-key has no value: give a key, or remove the line"),
+        ("api_key: null", "api_key has no value"),
+        ("api-key: 01234567", 'api-key must be text: quote it, as in api-key: "text"'),
+        (
+            "served-model-name: 1.10",
+            'served-model-name must be text, not 1.1: quote it, as in served-model-name: "text"',
+        ),
+        ("host: no", "host must be text, not False: quote it"),
+        ("instance-arg: [--max-num-seqs=16, 8]", "instance-arg must be text, not 8: quote it"),
+        ("instance-arg:\n  -\n", "instance-arg must be text, not None: quote it"),
+        ("prefill: 2\ndecode: 2\nprefill: 3", "'prefill' is there twice, in lines 1 and 3"),
+        ("kv-memory: 1\nkv_memory: 2", "kv_memory is there twice"),
+        ("prefil:", "no option 'prefil'; did you mean prefill?"),
     ],
 )
 def test_a_mistake_in_the_file_is_answered_with_what_to_write(
