@@ -406,6 +406,7 @@ class RouterApp:
     async def _follow_readiness(self) -> None:
         await self._settle()
         while True:
+            self.admission.refresh()
             instances = [instance for pool in self.pools.by_role.values() for instance in pool.instances]
             self.affinity.index.retain([instance.key for instance in instances if instance.key is not None])
             ready = self.is_ready()

@@ -125,13 +125,14 @@ def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSet
 
 
 class ExternalLoadEstimator:
-    """The least external load of the last second, since a report is always a little old."""
+    """The least external load of the last second, since a report is always a little old. A first sample may be this
+    router's own load; where it has had none for as long, the sample is that of the others."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, ExternalLoad]] = deque()
 
-    def observe(self, capacity: Capacity, own: Usage, now_s: float) -> ExternalLoad:
-        """Compares the reported use with `own`, what this router has in flight."""
+    def observe(self, capacity: Capacity, own: Usage, now_s: float, idle_s: float = 0.0) -> ExternalLoad:
+        """Compares the reported use with `own`, what this router has in flight; it has had nothing for `idle_s`."""
         while self._samples and now_s - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         is_first = not self._samples
@@ -142,7 +143,7 @@ class ExternalLoadEstimator:
         )
         self._samples.append((now_s, sample))
         if is_first:
-            return ExternalLoad()
+            return sample if idle_s > _WINDOW_S else ExternalLoad()
         samples = [one for _, one in self._samples]
         return ExternalLoad(
             min(one.num_sequences for one in samples),

@@ -152,7 +152,7 @@ class AdmissionController:
     async def instance_available(self) -> None:
         """Returns as soon as there is a decode instance, and after `instance_wait_s` without one. Raises Overloaded if
         `max_queued` requests wait for one already."""
-        self._refresh()
+        self.refresh()
         if self._capacity.num_instances or not self.settings.instance_wait_s:
             return
         if self.num_held >= self.settings.max_queued:
@@ -164,7 +164,7 @@ class AdmissionController:
             async with asyncio.timeout(self.settings.instance_wait_s):
                 while not self._capacity.num_instances:
                     await asyncio.sleep(_POLL_S)
-                    self._refresh()
+                    self.refresh()
         except TimeoutError:
             self.num_rejected["no_instance"] += 1
         finally:
@@ -192,7 +192,7 @@ class AdmissionController:
     @asynccontextmanager
     async def _admitted(self, request: GenerationRequest) -> AsyncIterator[Ticket]:
         """Raises Rejected: before it yields, `admit` counts it; after that (`late`) it is counted here."""
-        self._refresh()
+        self.refresh()
         expected = self.lengths.expected(request.max_tokens)
         ticket = Ticket(Charge.of(request, expected, self._capacity.block_size), request.num_tokens_left)
         self._check_quota(request.tenant, ticket.charge)
@@ -222,7 +222,9 @@ class AdmissionController:
 
     # Capacity
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Takes a snapshot of the pools if the last one is too old. To be called several times a second, also while no
+        request comes or ends: the load of other routers is that of a whole second."""
         now_s = self.clock()
         if now_s - self._refreshed_s < _REFRESH_S:
             return
@@ -233,7 +235,7 @@ class AdmissionController:
         if before.num_instances != self._capacity.num_instances:
             self._rate.reset()
             self.queue.reset_rates()
-        external = self._external.observe(self._capacity, self.in_use, now_s)
+        external = self._external.observe(self._capacity, self.in_use, now_s, self.idle_s)
         num_routers = self.settings.num_routers if self.num_routers is None else self.num_routers()
         self.limits = limits_of(self._capacity, external, self.settings, num_routers)
         num_slots = self.limits.num_sequences / max(1.0, self.settings.sequence_fraction)
@@ -244,7 +246,7 @@ class AdmissionController:
     def _start_those_with_room(self, newcomer: Entry[Ticket] | None = None) -> None:
         """Starts queued requests in order while there is room. While no instance is ready, they go on waiting and a
         newcomer is admitted: its error is decided elsewhere."""
-        self._refresh()
+        self.refresh()
         if not self._capacity.num_instances:
             if newcomer is not None:
                 self._start(newcomer)

@@ -203,3 +203,14 @@ async def test_what_is_no_tenants_name_is_a_wrong_argument(run: Run) -> None:
             await ask_as(rig, "not a name")
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "x-tenant" in (raised.value.details() or "")
+
+
+async def test_the_limits_follow_the_load_of_other_routers_while_no_request_comes(run: Run) -> None:
+    behaviour = Behaviour(slots=10)
+    admission = {"num_routers": 2, "sequence_fraction": 1.0}
+    async with run(decode=[FakeInstance("decode", behaviour=behaviour)], admission=admission) as rig:
+        await until(lambda: rig.app.admission.limits.num_sequences == 10)
+        behaviour.num_running = 3
+        await until(lambda: rig.app.admission.limits.num_sequences == 7)
+        behaviour.num_running = 10
+        await until(lambda: rig.app.admission.limits.num_sequences == 5)

@@ -145,6 +145,13 @@ def test_foreign_load_counts_only_as_far_as_it_lasts() -> None:
     assert observed(10, 1.3) == ExternalLoad()
 
 
+def test_a_first_sample_is_foreign_load_where_the_router_itself_has_had_none() -> None:
+    for idle_s, num_external in ((0.5, 0), (2.0, 10)):
+        external, capacity = ExternalLoadEstimator(), Capacity(1, used_sequences=10)
+        assert external.observe(capacity, Usage(), 0.0, idle_s) == ExternalLoad(num_external)
+        assert external.observe(capacity, Usage(), 5.0, idle_s) == ExternalLoad(num_external), "the window is empty"
+
+
 @pytest.mark.parametrize(
     ("num_reported", "num_overdue", "num_new"), [(60, 80, 0), (60, 80, 10), (0, 80, 0), (60, 0, 0)]
 )

@@ -113,6 +113,23 @@ async def test_room_that_an_instance_takes_along_is_missed() -> None:
     await rig.close()
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+async def test_a_burst_at_a_quiet_router_leaves_the_others_what_they_use(has_own: bool) -> None:
+    """The pool is full of another router's requests; this one is asked nothing for a minute."""
+    now_s = 0.0
+    capacity = Capacity(num_instances=1, num_sequences=8, used_sequences=8)
+    rig = AdmissionRig(capacity, num_routers=2, clock=lambda: now_s)
+    if has_own:
+        await rig.arrive("long")
+    for _ in range(240):
+        now_s += 0.25
+        rig.admission.refresh()
+    for number in range(8):
+        await rig.arrive(str(number))
+    assert rig.admission.in_use.num_sequences == 4, "its part"
+    await rig.close()
+
+
 # Fairness
 
 
