@@ -117,6 +117,17 @@ class _Flow(Generic[T]):
         """Whether the head is within the flow's own limits."""
         return self.excess(self.head().cost) is None
 
+    def startable_cost(self) -> float:
+        """The part of the queued cost that the flow's own limits leave room for."""
+        share, cost = self.share, self.queued_cost
+        if not self.may_start():
+            return 0.0
+        if share.max_requests is not None:
+            cost *= min((share.max_requests - self.num_in_service) / self.num_queued, 1.0)
+        if share.max_tokens is not None:
+            cost = min(cost, max(share.max_tokens - self.cost_in_service, self.head().cost))
+        return cost
+
     def excess(self, cost: float, num_ahead: int = 0, cost_ahead: float = 0.0) -> Excess | None:
         """Of the flow's own limits, when an entry and those ahead of it are in service too; a single entry has none."""
         share, num_before = self.share, self.num_in_service + num_ahead
@@ -146,6 +157,11 @@ class FairQueue(Generic[T]):
         self.num_queued = 0
         self.queued_cost = 0.0
         self.num_in_service = 0
+
+    @property
+    def startable_cost(self) -> float:
+        """The queued cost without what exceeds the flows' own limits."""
+        return sum(flow.startable_cost() for flow in self._backlogged.values())
 
     @property
     def num_backlogged(self) -> int:

@@ -308,17 +308,22 @@ def router_signals_of(admission: AdmissionController, latencies: RecentLatencies
 
 
 def queue_of(admission: AdmissionController) -> QueueSample:
-    """The queued requests, and the delay of a new one: the queued tokens over the rate at which they are admitted."""
+    """The queued requests, and the delay of a new one: the queued tokens over the rate at which they are admitted,
+    without those that their tenants' own limits hold back."""
     if not admission.num_queued:
         return EMPTY_QUEUE
     rate_per_s = admission.rate_per_s
-    return QueueSample(admission.num_queued, admission.queue.queued_cost / rate_per_s if rate_per_s else None)
+    return QueueSample(admission.num_queued, admission.queue.startable_cost / rate_per_s if rate_per_s else None)
 
 
 def lacking_pool(admission: AdmissionController) -> Role | None:
-    """Which pool the queue waits for; None: neither, since the router's own limits are reached."""
-    in_use, limits = admission.in_use, admission.limits
-    if in_use.num_requests >= limits.num_requests or in_use.num_tokens >= limits.num_tokens:
+    """Which pool the queue waits for; None: neither, since the router's own limits, or those of all tenants that wait,
+    are reached."""
+    in_use, limits, head = admission.in_use, admission.limits, admission.queue.head()
+    if head is None and admission.queue.num_queued and not admission.num_held:
+        return None
+    num_more = head.item.charge.num_tokens if head is not None else 1
+    if in_use.num_requests >= limits.num_requests or in_use.num_tokens + num_more > limits.num_tokens:
         return None
     return limits.prefilled_by if in_use.num_prefill_tokens >= limits.num_prefill_tokens else "decode"
 

@@ -162,7 +162,7 @@ class RouterSignals:
 
     queue: QueueSample = EMPTY_QUEUE
     lacking: Role | None = None
-    """The pool that the queue waits for; None: neither, since the router's own limits are reached."""
+    """The pool that the queue waits for; None: neither (`lacking_pool`)."""
     latencies: Mapping[Role, Sequence[LatencySample]] = field(default_factory=dict)
     idle_s: float = math.inf
     """Since the last request ended; 0 while there is one."""

@@ -55,9 +55,13 @@ class GetSignalsResponse(_message.Message):
     num_queued: _builtins.int
     """Requests that wait for admission."""
     queue_delay_s: _builtins.float
-    """Seconds that a new request would wait; unset when requests wait and no request has ended yet."""
+    """Seconds that a new request of a tenant below its own limits would wait; unset when requests wait and no request has
+    ended yet.
+    """
     lacking: _instance_pb2.Role.ValueType
-    """The pool that the queue waits for; unspecified when the router's own limits are reached."""
+    """The pool that the queue waits for; unspecified when the router's own limits, or those of all tenants that wait, are
+    reached.
+    """
     idle_s: _builtins.float
     """Seconds since the last request ended; 0 while there is one, unset before the first."""
     not_serving: _builtins.bool

@@ -311,3 +311,24 @@ def test_each_start_is_charged() -> None:
     for flow in "ab":
         push(queue, flow)
     assert (entry.flow, start_next(queue).flow) == ("a", "b")
+
+
+def test_the_startable_cost_is_what_the_flows_own_limits_leave_room_for() -> None:
+    shares = {"one": TenantSettings(max_requests=3), "tokens": TenantSettings(max_tokens=25)}
+    for flow, of_none, of_one, of_three in (("any", 40, 30, 10), ("one", 30, 20, 0), ("tokens", 25, 15, 0)):
+        queue = queue_of(shares)
+        for _ in range(4):
+            push(queue, flow, cost=10)
+        assert queue.startable_cost == of_none
+        start_next(queue)
+        assert queue.startable_cost == of_one
+        for entry in list(queue._backlogged[flow].lines[False, 0])[:2]:
+            queue.start(entry, 0.0)
+        assert queue.startable_cost == of_three
+
+
+def test_a_single_entry_may_always_start() -> None:
+    queue = queue_of({"tokens": TenantSettings(max_tokens=5)})
+    push(queue, "tokens", cost=10)
+    push(queue, "tokens", cost=10)
+    assert queue.startable_cost == 10

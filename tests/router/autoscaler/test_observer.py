@@ -13,7 +13,9 @@ import pytest
 
 from router.admission.capacity import Charge, ExternalLoad, Limits, limits_of
 from router.admission.controller import AdmissionController
-from router.admission.settings import AdmissionSettings
+from router.admission.fair_queue import Entry, ServiceRate
+from router.admission.settings import AdmissionSettings, TenantSettings
+from router.admission.ticket import Ticket
 from router.app import RouterApp
 from router.autoscaler.observation import Observer, is_for_decode, lacking_pool, queue_of
 from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample, RecentLatencies
@@ -97,6 +99,11 @@ async def test_ttft_is_recorded_at_the_first_token_and_itl_at_the_end(run: Run) 
 # The queue
 
 
+def queue(admission: AdmissionController, tenant: str, *, num_tokens: int) -> Entry[Ticket]:
+    ticket = Ticket(Charge(1, num_tokens, 1, num_tokens), num_tokens)
+    return admission.queue.push(tenant, ticket, cost=num_tokens, priority=0)
+
+
 def admission_of(held: Charge, limits: Limits) -> AdmissionController:
     admission = AdmissionController(AdmissionSettings())
     admission.in_use.add(held)
@@ -116,6 +123,44 @@ def admission_of(held: Charge, limits: Limits) -> AdmissionController:
 )
 def test_the_queue_waits_for_the_pool_whose_limit_is_reached(limits: Limits, role: str | None) -> None:
     assert lacking_pool(admission_of(Charge(1, 150, 10, 100), limits)) == role
+
+
+@pytest.mark.parametrize(("max_tokens", "role"), [(169, None), (170, "decode")])
+def test_a_queue_whose_next_request_exceeds_the_routers_tokens_waits_for_no_pool(
+    max_tokens: int, role: str | None
+) -> None:
+    admission = admission_of(Charge(1, 150, 10, 100), Limits(num_tokens=max_tokens))
+    queue(admission, "any", num_tokens=20)
+    assert lacking_pool(admission) == role
+
+
+def test_what_its_tenants_own_limit_holds_back_waits_for_no_pool() -> None:
+    tenants = {"small": TenantSettings(max_requests=1), "short": TenantSettings(max_tokens=100)}
+    admission = AdmissionController(AdmissionSettings(tenants=tenants))
+    for tenant in tenants:
+        admission.queue.start(queue(admission, tenant, num_tokens=60), 0.0)
+        for _ in range(3):
+            queue(admission, tenant, num_tokens=60)
+    assert lacking_pool(admission) is None
+    admission.num_held = 1
+    assert lacking_pool(admission) == "decode", "one waits for the first instance"
+    admission.num_held = 0
+    queue(admission, "any", num_tokens=60)
+    assert lacking_pool(admission) == "decode"
+
+
+def test_the_queue_delay_is_that_of_requests_within_their_tenants_own_limits() -> None:
+    admission = AdmissionController(AdmissionSettings(tenants={"small": TenantSettings(max_requests=1)}))
+    admission.queue.start(queue(admission, "small", num_tokens=60), 0.0)
+    rate = ServiceRate()
+    admission._rate = rate
+    rate.observe(0.0, waiting=True)
+    for step in range(1, 101):
+        rate.observe(step / 10, waiting=True, cost=10)
+    for tenant in ("small", "small", "any"):
+        queue(admission, tenant, num_tokens=60)
+    assert queue_of(admission).num_queued == 3
+    assert queue_of(admission).delay_s == pytest.approx(0.6), "60 tokens at 100 per second"
 
 
 @pytest.mark.parametrize(
