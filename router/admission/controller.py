@@ -360,12 +360,17 @@ class AdmissionController:
         num_queued, queued_cost = self.queue.queued_in(entry.flow)
         part = settings.max_queued_tokens / max(self.queue.num_backlogged, 1)
         too_many = num_queued > settings.max_queued
-        if not too_many and (self.queue.queued_cost <= settings.max_queued_tokens or queued_cost <= part):
+        is_alone = self.queue.num_queued == 1 and settings.max_queued_tokens > 0
+        is_short = is_alone or self.queue.queued_cost <= settings.max_queued_tokens
+        if not too_many and (is_short or queued_cost <= part):
             return
         last = self.queue.last(entry.flow)
         if last is None or last.priority >= entry.priority or last.item.turn is None:
-            what = f"{num_queued - 1} requests" if too_many else f"{queued_cost - entry.cost:.0f} tokens"
-            raise self._rejection("queue_full", f"{what} wait already, the most allowed", entry)
+            if too_many:
+                problem = f"{num_queued - 1} requests wait already, the most allowed"
+            else:
+                problem = f"{queued_cost:.0f} tokens would wait, {part:.0f} are allowed while others wait"
+            raise self._rejection("queue_full", problem, entry)
         last.item.displaced = self._rejection("displaced", "requests of higher priority fill the queue", last)
         self.queue.remove(last, self.clock())
         if not last.item.turn.done():  # else it has just been cancelled, and leaves by itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -273,4 +274,25 @@ async def test_the_tokens_that_wait_are_bounded_and_parted_among_tenants() -> No
     await rig.arrive("flood-20", request(tenant="flood"))
     await rig.rejection("flood-20")
     assert rig.admission.num_rejected == {"queue_full": 9}
+    await rig.close()
+
+
+async def test_a_request_alone_is_never_too_long_for_the_queue() -> None:
+    rig = AdmissionRig(max_queued_tokens=9)
+    for name in "abcd":
+        await rig.arrive(name)
+    assert not rig.tasks["c"].done()
+    assert "20 tokens would wait, 9 are allowed while others wait" in (await rig.rejection("d")).message
+    await rig.finish("a")
+    assert rig.inside == ["a", "b", "c"]
+    await rig.close()
+
+
+@pytest.mark.parametrize("limits", [{"max_queued": 0}, {"max_queued_tokens": 0}])
+async def test_without_a_queue_no_request_waits(limits: dict[str, Any]) -> None:
+    rig = AdmissionRig(**limits)
+    for name in "abc":
+        await rig.arrive(name)
+    await rig.rejection("c")
+    assert rig.admission.num_rejected == {"queue_full": 1}
     await rig.close()
