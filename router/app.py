@@ -2,6 +2,8 @@
 
 made ──start──▶ settling, NOT_SERVING ──▶ SERVING ⇄ NOT_SERVING (as the pools allow)
                                              └──drain──▶ NOT_SERVING for good, accepting ──▶ refusing ──▶ stopped
+
+A worker does not listen while it settles: other workers answer on its ports, and know the pools.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +160,7 @@ class RouterApp:
         self._vllm_engine: VllmEngineService | None = None
         if settings.router.vllm_engine:
             self._vllm_engine = VllmEngineService(self.service, lambda: self._is_serving)
+        self._settled = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -273,7 +277,7 @@ class RouterApp:
         return self._server.health.is_serving(_SERVICE.full_name)
 
     async def start(self) -> None:
-        """Watches the instances and listens. NOT_SERVING until the pools are ready."""
+        """Watches the instances and listens. NOT_SERVING until the pools are ready; a worker waits for them first."""
         policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
         await self._server.register(_SERVICE, self.service, policies, ready=False)
         if self._vllm_engine is not None:
@@ -295,6 +299,8 @@ class RouterApp:
         self._start_task("readiness", self._follow_readiness())
         if self.autoscaler is not None:
             self._start_task("autoscaler", self.autoscaler.run())
+        if self._settings.router.workers > 1:
+            await self._wait_settled(self._settings.pools.beat_timeout_s + self._settings.pools.settle_s)
         await self._server.start()
         if self._http is not None:
             await self._http.start()
@@ -403,6 +409,12 @@ class RouterApp:
                     return
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
+    async def _wait_settled(self, timeout_s: float) -> None:
+        """Without any instance after `timeout_s`, requests are rejected by whichever worker gets them."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+
     async def _follow_readiness(self) -> None:
         await self._settle()
         while True:
@@ -413,6 +425,7 @@ class RouterApp:
             if ready != self._is_serving:
                 for service in (_SERVICE, *([_VLLM_SERVICE] if self._vllm_engine is not None else [])):
                     self._server.health.set_serving(service.full_name, ready)
+            self._settled.set()
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
 

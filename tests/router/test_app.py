@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.app import RouterApp
+from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
-from tests.router.rig import Rig
+from tests.router.rig import Rig, settings_of
+from tests.waiting import until
 
 
 async def is_serving(rig: Rig) -> bool:
@@ -44,3 +51,44 @@ async def test_it_does_not_wait_for_ever(run: Run) -> None:
         await until_serving(rig)
         assert time.monotonic() - started_s >= 0.3
         assert (await rig.generate()).is_exactly(12)
+
+
+@asynccontextmanager
+async def starting_worker(
+    model: ServedModel, model_folder: Path, decode: FakeInstance, **pools: Any
+) -> AsyncIterator[tuple[RouterApp, asyncio.Task[None]]]:
+    settings = settings_of(model_folder, [], [decode], router={"workers": 2}, pools=pools)
+    app = RouterApp(settings, model)
+    start = asyncio.create_task(app.start())
+    try:
+        yield app, start
+    finally:
+        await start
+        await app.stop()
+
+
+async def test_a_worker_listens_when_it_knows_the_pools(model: ServedModel, model_folder: Path) -> None:
+    async with FakeInstance("decode") as decode:
+        decode.freeze()
+        async with starting_worker(model, model_folder, decode) as (app, start):
+            await until(lambda: app.pools.decode.instances)
+            await asyncio.sleep(0.3)
+            assert not start.done()
+            decode.thaw()
+            await start
+            rig = Rig(app, [], [decode])
+            assert await is_serving(rig)
+            assert (await rig.generate()).is_exactly(12)
+            await rig.channel.close()
+
+
+async def test_a_worker_without_instances_listens_after_a_while(model: ServedModel, model_folder: Path) -> None:
+    """Its operators' calls and its health are answered."""
+    async with FakeInstance("decode") as decode:
+        decode.freeze()
+        times = {"beat_timeout_s": 0.1, "settle_s": 0.1}
+        async with starting_worker(model, model_folder, decode, **times) as (app, start):
+            await start
+            rig = Rig(app, [], [decode])
+            assert not await is_serving(rig)
+            await rig.channel.close()

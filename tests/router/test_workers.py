@@ -253,11 +253,7 @@ async def until_all_serve(router: Router) -> dict[str, grpc.aio.Channel]:
     async with asyncio.timeout(60):
         while len(found) < NUM_WORKERS:
             before, channel = await router.received(), router.channel()
-            try:
-                await router.generate(channel)
-            except grpc.aio.AioRpcError:  # the pools are not yet known
-                await asyncio.sleep(0.02)
-                continue
+            await router.generate(channel)
             after = await router.received()
             (worker,) = [one for one in after if after[one] > before.get(one, 0)]
             found.setdefault(worker, channel)
