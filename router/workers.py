@@ -34,6 +34,7 @@ from engine.imports import child_environment
 from router.config import RouterSettings
 from serving.lifecycle import EXIT_FAILED, EXIT_STOPPED, ParentBond
 from serving.metrics import MetricsServer
+from serving.server import ServerSettings
 from serving.settings import Section, SettingsError, format_address, parse_address
 
 _log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def worker_settings(settings: RouterSettings, ports: Ports) -> list[RouterSettin
     )
     signals = [ports.reserve(_LOCAL) for _ in range(num_workers)]
     shared = {
-        "server": _parts(server, num_workers, "max_calls", "max_connections"),
+        "server": _server_part(server, num_workers),
         "http": _parts(settings.http, num_workers, "max_connections").model_copy(update={"listen": http}),
         "health": settings.health.model_copy(update={"listen": probes}),
         "metrics": settings.metrics.model_copy(update={"listen": settings.metrics.listen and _LOCAL}),
@@ -123,6 +124,15 @@ def worker_settings(settings: RouterSettings, ports: Ports) -> list[RouterSettin
         )
         for index, own in enumerate(signals)
     ]
+
+
+def _server_part(server: ServerSettings, num_workers: int) -> ServerSettings:
+    """The limit of one client is not divided: its few connections may all belong to one worker. It gets at most half of
+    that one, or the part that it may have of the whole router, if that is more."""
+    part = _parts(server, num_workers, "max_calls", "max_connections")
+    of_client = -(-min(server.max_calls_per_peer, server.max_calls) // num_workers)
+    most = max(part.max_calls // 2, of_client)
+    return part.model_copy(update={"max_calls_per_peer": min(server.max_calls_per_peer, most)})
 
 
 def _parts(section: S, num_workers: int, *names: str) -> S:

@@ -53,6 +53,27 @@ def test_fixed_limits_are_divided_and_the_first_worker_alone_leads() -> None:
     assert first.signals.routers == f"{first.signals.listen},{second.signals.listen}"
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "max_calls", "max_per_peer", "expected"),
+    [
+        (2, 4096, 128, 128),
+        (32, 4096, 128, 64),  # not all of its 128
+        (2, 4096, 4096, 2048),  # a gateway, which may have all calls
+        (2, 100, 4096, 50),
+        (2, 4096, 3072, 1536),
+        (64, 1, 1, 1),
+    ],
+)
+def test_one_client_has_no_larger_part_of_a_worker_than_half_or_its_part_of_the_router(
+    num_workers: int, max_calls: int, max_per_peer: int, expected: int
+) -> None:
+    ports = Ports()
+    server = {"max_calls": max_calls, "max_calls_per_peer": max_per_peer}
+    each = worker_settings(settings(router={"model": "m", "workers": num_workers}, server=server), ports)
+    ports.close()
+    assert {one.server.max_calls_per_peer for one in each} == {expected}
+
+
 def test_what_is_for_several_routers_is_refused_with_workers() -> None:
     with pytest.raises(SettingsError, match=r"router\.workers = 2: admission\.num_routers is for several routers"):
         worker_settings(settings(admission={"num_routers": 2}), Ports())
@@ -228,6 +249,7 @@ async def running(model_folder: Path, decode: FakeInstance) -> AsyncIterator[Rou
         *(sys.executable, "-m", "router", "--workers", str(NUM_WORKERS), "--listen", "127.0.0.1:0"),
         *("--model", str(model_folder), "--model-name", "fake", "--decode", decode.address),
         *("--metrics-listen", metrics, "--admin-listen", admin, "--server-drain-accept-s", "0"),
+        *("--pools-beat-timeout-s", "20"),  # a stall delays reports
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
