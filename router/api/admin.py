@@ -233,7 +233,9 @@ class PoolsService:
         if limits is None:
             raise Unavailable("no decode instance has been ready yet, so nothing can be picked")
         message = generation_pb2.GenerateRequest(
-            session=request.session, cache_salt=request.cache_salt, sampling=common_pb2.SamplingParams(max_tokens=1)
+            session=request.session,
+            cache_salt=request.cache_salt,
+            sampling=common_pb2.SamplingParams(max_tokens=2),  # a single token needs one instance
         )
         if request.HasField("token_ids") or not request.text:
             message.token_ids.ids.extend(request.token_ids.ids or [0])

@@ -229,7 +229,7 @@ async def test_reports_count_a_prompt_from_the_moment_in_which_its_reservation_i
     decode = FakeInstance("decode", behaviour=Behaviour(reserve_s=60.0))
     async with run(prefill=1, decode=[decode], disaggregation={"mode": "always"}) as rig:
         [instance] = rig.app.pools.prefill.instances
-        asking = asyncio.create_task(rig.generate(max_tokens=1))
+        asking = asyncio.create_task(rig.generate(max_tokens=2))
         await decode.until("decode")
         sent_s = time.monotonic()
         await until(lambda: time.monotonic() - instance.report_age_s > sent_s + 2 * REPORT_LAG_S)
