@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -84,6 +84,8 @@ class Exchange(Response):
         """The client's names of wire fields, for errors."""
         self._deadline_s = time.monotonic() + limits.max_deadline_s
         self._has_begun = False
+        self._has_read = False
+        """Whether the body has been read, or a part of it."""
         self.num_events = 0
         """Sent so far."""
         self._last_event_s = 0.0
@@ -247,8 +249,10 @@ class Exchange(Response):
         await self.send_event(msgspec.json.encode(body))
         await self.end_events()
 
-    async def _read(self) -> bytes:
-        """Reads the rest of a body that is too long too, within reason: a client that is sending reads no 413."""
+    async def _read(self, *, keep: bool = True) -> bytes:
+        """Reads the rest of a body that is too long too, within reason: a client that is sending reads no 413.
+        `keep` False: empty."""
+        self._has_read = True
         body, num_bytes, limit = bytearray(), 0, self._limits.max_body_bytes
         too_long = HttpError(status.HTTP_413_CONTENT_TOO_LARGE, f"the body is longer than {limit} bytes")
         if int(self._request_headers.get("content-length") or 0) > _DISCARDED * limit:
@@ -260,7 +264,7 @@ class Exchange(Response):
                 raise ClientDisconnected
             piece = message.get("body", b"")
             num_bytes += len(piece)
-            if num_bytes <= limit:
+            if keep and num_bytes <= limit:
                 body += piece
             elif num_bytes > _DISCARDED * limit:
                 raise too_long
@@ -274,11 +278,29 @@ class Exchange(Response):
         if self._has_begun:
             await self.send_failure(body)
             return
+        await self._discard_unread()
         status_code, headers = status_of(error), headers_of(error)
         unread = (status.HTTP_408_REQUEST_TIMEOUT, status.HTTP_413_CONTENT_TOO_LARGE)
         if isinstance(error, HttpError) and status_code in unread:
             headers["connection"] = "close"  # the rest of the body is not read
         await self.send_json(body, headers, status_code)
+
+    async def _discard_unread(self) -> None:
+        """Before the last answer of a connection: one that closes with an unread body is reset, and its answer lost."""
+        headers = self._request_headers
+        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        is_waiting = headers.get("expect", "").lower() == "100-continue"  # reading would ask for the body
+        if self._has_read or not has_body or is_waiting or not self._is_last():
+            return
+        with suppress(HttpError, TimeoutError, ClientDisconnected):
+            async with asyncio.timeout(self._limits.read_timeout_s):
+                await self._read(keep=False)
+
+    def _is_last(self) -> bool:
+        """Whether the connection ends with this answer."""
+        tokens = ",".join(self._request_headers.getlist("connection")).lower().split(",")
+        wants_end = self._scope["http_version"] < "1.1" or "close" in map(str.strip, tokens)
+        return wants_end or "connection" in self.last_headers()
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -215,6 +215,8 @@ class _Connection(H11Protocol):
             timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
+            return  # behind the connection's last request: h11 would raise
         self._stop_timer("idle")
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
