@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from router.api.openai.errors import HttpError, body_of, headers_of, status_of
 from serving import tracing
 from serving.abuse_limits import AbuseLimits
 from serving.errors import DeadlineExceeded, InternalError, InvalidArgument, ServiceError
-from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, grpc_peer, peer_key
+from serving.limits import LARGE_BYTES, REQUEST, CallPolicy, LargeMessages, OpenCalls, grpc_peer, peer_key
 from serving.logging import set_request_id, valid_request_id
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -122,10 +122,11 @@ class Exchange(Response):
         return max(self._deadline_s - time.monotonic(), 0.0)
 
     async def parsed_body(self, parse: Callable[[bytes], T]) -> T:
-        """`parse` of the complete JSON body, in a thread if it is large. Raises as `read_body` and `parse` do, and
-        Overloaded."""
+        """`parse` of the complete JSON body, in a thread if it is large. Raises as `read_body` and `parse` do,
+        Overloaded, and ClientDisconnected."""
         peer, body = peer_key(self._peer), await self.read_body()
-        return await self._limits.large.parsed(peer, body, parse, self.metadata)
+        async with self.while_connected() if len(body) >= LARGE_BYTES else nullcontext():  # it may wait for its turn
+            return await self._limits.large.parsed(peer, body, parse, self.metadata)
 
     async def read_body(self) -> bytes:
         """The complete JSON body. Raises HttpError for one that is too long, too slow, or of another type."""

@@ -30,6 +30,7 @@ import msgspec
 import uvicorn
 from fastapi import status
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from router.api.openai.errors import HttpError, body_of
@@ -221,12 +222,19 @@ class _Connection(H11Protocol):
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer("headers")
+            self._keep_reading()
         elif self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             # The rest of a body that was not read. uvicorn keeps the connection without a limit then.
             self._stop_timer("headers")
             self._start_timer("idle", self.config.settings.keep_alive_s)
         else:
             self._start_timer("headers", self.config.settings.read_timeout_s)
+
+    def _keep_reading(self) -> None:
+        """uvicorn stops at the first byte behind a request, and would not see that its client disconnects."""
+        is_whole = self.conn.their_state is not h11.SEND_BODY
+        if is_whole and self.flow.read_paused and len(self.conn.trailing_data[0]) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Called while h11's error is handled. In uvicorn the answer is plain text, and a second one to a request that

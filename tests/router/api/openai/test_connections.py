@@ -1,4 +1,4 @@
-"""What ends an HTTP connection: an error before its body is read, and not bytes behind a request."""
+"""What ends an HTTP connection: an error before its body is read, bytes behind a request, a client that leaves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
+from router.api.openai.server import _Connection
+from serving.limits import LARGE_BYTES
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
-from tests.router.api.openai.test_limits import opened, still_serves, until_closed
+from tests.router.api.openai.test_limits import HEAD, opened, still_serves, until_closed
 from tests.router.api.test_security import ALICE, write_tokens
 from tests.router.rig import SHORT, slow
 from tests.waiting import until
@@ -125,3 +128,68 @@ async def test_bytes_behind_a_connections_last_request_are_ignored(
         assert (answer.split()[1], answer.count(b"HTTP/1.1 ")) == (b"200", 1)
         assert b'"completion_tokens":40' in answer
         writer.close()
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["CRLF", "request"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnect_behind_further_bytes_ends_its_request(
+    run_http: RunHttp, stream: bool, behind: bytes
+) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        _, writer = await opened(http)
+        writer.write(HEAD + whole(max_tokens=2000, stream=stream))
+        await decode.until("token")
+        writer.write(behind)
+        await asyncio.sleep(0.1)
+        writer.close()
+        await decode.until("decode cancelled")
+        await http.rig.until_idle()
+
+
+async def test_a_request_behind_another_is_answered_after_it(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.02))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        reader, writer = await opened(http)
+        writer.write(HEAD + whole(max_tokens=20))
+        await decode.until("token")
+        for piece in (b"GET /vers", b"ion HTTP/1.1\r\nHost: x\r\n\r\n", HEAD + CLOSE + whole(max_tokens=3)):
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        answer = await until_closed(reader)
+        parts = [answer.index(part) for part in (b'"completion_tokens":20', b'"version":', b'"completion_tokens":3')]
+        assert parts == sorted(parts)
+        writer.close()
+
+
+async def test_bytes_behind_a_request_take_bounded_memory(run_http: RunHttp) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    async with run_http(prefill=0, decode=[decode]) as http:
+        _, writer = await opened(http)
+        writer.write(HEAD + whole(max_tokens=2000))
+        await decode.until("token")
+        server = http.rig.app._http
+        assert server is not None
+        [connection] = server._server.server_state.connections
+        assert isinstance(connection, _Connection)
+        writer.write(b"x" * (16 << 20))
+        await until(lambda: connection.flow.read_paused)
+        assert HIGH_WATER_LIMIT < len(connection.conn.trailing_data[0]) < 1 << 20
+        writer.transport.abort()
+        http.rig.app._server.calls.cut_off()
+        await http.rig.until_idle()
+
+
+async def test_a_disconnect_ends_the_wait_of_a_large_body(run_http: RunHttp) -> None:
+    client = "ipv4:127.0.0.1"
+    async with run_http(prefill=0) as http:
+        large = http.rig.app._server.large
+        await large._acquire(client)
+        _, writer = await opened(http)
+        writer.write(HEAD + whole(prompt=[1] * LARGE_BYTES))
+        await until(lambda: large._num_waiting[client])
+        writer.close()
+        await until(lambda: not large._num_waiting[client])
+        assert http.rig.app._server.calls.num_open == 0
+        large._release(client)
+        await still_serves(http)
