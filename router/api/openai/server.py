@@ -175,7 +175,6 @@ class _Config(uvicorn.Config):
             access_log=False,
             log_config=None,
             log_level="warning",
-            h11_max_incomplete_event_size=settings.max_header_bytes,
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=_STOP_S,
             # Else a request after a long body begins in the trace of the one before it: python/cpython#140947.
@@ -188,12 +187,38 @@ class _Config(uvicorn.Config):
         self.load()
 
 
+class _TooLong(h11.RemoteProtocolError):
+    pass
+
+
+class _Parser(h11.Connection):
+    """h11 limits headers only while they are incomplete; these are limited however they arrive."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Raises h11.RemoteProtocolError."""
+        is_head, num_bytes = self.their_state is h11.IDLE, len(self._receive_buffer)
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if is_head and error.error_status_hint == status.HTTP_431_REQUEST_HEADER_FIELDS_TOO_LARGE:
+                raise self._too_long() from None
+            raise
+        if isinstance(event, h11.Request) and num_bytes - len(self._receive_buffer) > self._max_incomplete_event_size:
+            raise self._too_long()
+        return event
+
+    def _too_long(self) -> _TooLong:
+        most = self._max_incomplete_event_size
+        return _TooLong(f"the request's headers are longer than {most} bytes (http.max_header_bytes)")
+
+
 class _Connection(H11Protocol):
     config: _Config
     cycle: RequestResponseCycle | None  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = _Parser(h11.SERVER, self.config.settings.max_header_bytes)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         layer = getattr(transport, "_ssl_protocol", None)  # asyncio has no public way to what is below TLS
         self._tcp: asyncio.Transport = transport if layer is None else layer._transport
@@ -242,7 +267,9 @@ class _Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        problem = HttpError(status.HTTP_400_BAD_REQUEST, f"this is not valid HTTP/1.1: {sys.exception() or msg}")
+        error = sys.exception()
+        said = str(error) if isinstance(error, _TooLong) else f"this is not valid HTTP/1.1: {error or msg}"
+        problem = HttpError(status.HTTP_400_BAD_REQUEST, said)
         headers = {
             "content-type": "application/json",
             "connection": "close",

@@ -134,6 +134,36 @@ async def test_headers_that_are_too_long_are_rejected(run_http: RunHttp) -> None
         await still_serves(http)
 
 
+@pytest.mark.parametrize("segment_bytes", [1000, 100_000])
+@pytest.mark.parametrize(("length", "status"), [(4096, b"200"), (4097, b"400"), (4900, b"400")])
+async def test_the_longest_headers_do_not_depend_on_segments(
+    run_http: RunHttp, length: int, status: bytes, segment_bytes: int
+) -> None:
+    async with run_http(http={"max_header_bytes": 4096}) as http:
+        head = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Long: "
+        head += b"x" * (length - len(head) - 4) + b"\r\n\r\n"
+        reader, writer = await opened(http)
+        for start in range(0, length, segment_bytes):
+            writer.write(head[start : start + segment_bytes])
+            await asyncio.sleep(0.02)
+        answer = await until_closed(reader)
+        assert answer.split()[1:2] == [status]
+        problem = b'"the request\'s headers are longer than 4096 bytes (http.max_header_bytes)"'
+        assert (problem in answer) == (status == b"400")
+        writer.close()
+
+
+async def test_a_body_does_not_count_as_headers(run_http: RunHttp) -> None:
+    body = msgspec.json.encode({"prompt": SHORT, "max_tokens": 2}) + b" " * 5000
+    async with run_http(http={"max_header_bytes": 1024}) as http:
+        reader, writer = await opened(http)
+        for _ in range(2):  # in one segment with the headers, and in the next request of the connection
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            assert b" 200 " in await reader.readline()
+            await reader.readuntil(b"}}")
+        writer.close()
+
+
 @pytest.mark.parametrize(
     "said",
     [
