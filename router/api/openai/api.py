@@ -51,6 +51,7 @@ from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler, Siblings
 from router.request.validation import check_model, prompt_ids, service_errors, unknown_model
 from serving.errors import Unavailable
+from serving.limits import CONTROL
 
 _PROBLEMS = {
     status.HTTP_404_NOT_FOUND: "unknown path; docs/openai.md lists the endpoints",
@@ -187,7 +188,7 @@ class OpenAIApi:
 
     async def version(self) -> Response:
         """The router's version."""
-        return self._exchange(lambda exchange: exchange.send_json({"version": version("tandem-llm")}))
+        return self._control(lambda exchange: exchange.send_json({"version": version("tandem-llm")}))
 
     async def index(self, request: Request) -> Response:
         """What is served here; for a browser, the live page if it is on."""
@@ -195,11 +196,11 @@ class OpenAIApi:
             return self.page(request)
         paths = sorted(request.app.openapi()["paths"])
         served = {"service": "tandem", "version": version("tandem-llm"), "model": self.model.name, "paths": paths}
-        return self._exchange(lambda exchange: exchange.send_json(served))
+        return self._control(lambda exchange: exchange.send_json(served))
 
     async def models(self) -> Response:
         """The served models."""
-        return self._exchange(lambda exchange: exchange.send_json({"object": "list", "data": [self._description()]}))
+        return self._control(lambda exchange: exchange.send_json({"object": "list", "data": [self._description()]}))
 
     async def one_model(self, name: str) -> Response:
         """One served model."""
@@ -209,7 +210,7 @@ class OpenAIApi:
                 raise unknown_model(name, self.model)
             await exchange.send_json(self._description())
 
-        return self._exchange(handler)
+        return self._control(handler)
 
     async def health(self) -> Response:
         """200 while a request could be served; 503 otherwise, also while the router drains."""
@@ -226,12 +227,16 @@ class OpenAIApi:
             text = await asyncio.to_thread(generate_latest, self.registry)
             await exchange.send(Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4))
 
-        return self._exchange(handler)
+        return self._control(handler)
 
     def _exchange(
         self, handler: Handler, renamed: Mapping[str, str] | None = None, kind: type[Exchange] = Exchange
     ) -> Exchange:
         return kind(self.limits, handler, self.authorizer, renamed)
+
+    def _control(self, handler: Handler) -> Exchange:
+        """No request: answered beside any number of them, and in a drain."""
+        return Exchange(self.limits, handler, self.authorizer, policy=CONTROL)
 
     def _generation(
         self, body_type: type[B], new_builder: Callable[[Exchange, B], Builder], kind: type[Exchange] = Exchange

@@ -17,6 +17,7 @@ from router.api.openai.requests import ChatBody, CompletionBody
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT, slow
+from tests.waiting import until
 
 
 async def test_the_clients_request_id_is_returned(run_http: RunHttp) -> None:
@@ -163,6 +164,24 @@ async def test_both_ports_share_the_limits_on_open_calls(run_http: RunHttp) -> N
         assert response.status_code == 429
         assert "open calls" in response.json()["error"]["message"]
         await asking
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/models/fake", "/version", "/"])
+async def test_what_the_router_says_of_itself_is_no_request(run_http: RunHttp, path: str) -> None:
+    decode = FakeInstance("decode", behaviour=slow(0.05))
+    limits = {"max_calls_per_peer": 1, "drain_grace_s": 60.0}
+    async with run_http(prefill=0, decode=[decode], server=limits) as http:
+        asking = asyncio.create_task(http.rig.generate(prompt=SHORT, max_tokens=2000))
+        await decode.until("token")
+        assert (await http.post(prompt=SHORT, max_tokens=2)).status_code == 429
+        assert (await http.http.get(path)).status_code == 200
+        draining = asyncio.create_task(http.rig.app.drain())
+        await until(lambda: http.rig.app._server.calls.draining)
+        assert (await http.post(prompt=SHORT, max_tokens=2)).status_code == 503
+        assert (await http.http.get(path)).status_code == 200
+        for task in (asking, draining):
+            task.cancel()
+        await asyncio.wait({asking, draining})
 
 
 async def test_answers_to_many_invalid_requests_are_delayed(run_http: RunHttp) -> None:
