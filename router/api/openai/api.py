@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,11 @@ _PROBLEMS = {
     status.HTTP_404_NOT_FOUND: "unknown path; docs/openai.md lists the endpoints",
     status.HTTP_405_METHOD_NOT_ALLOWED: "this path does not support this method",
 }
+
+_PRIVATE_NETWORK: dict[str, Any] = (
+    {"allow_private_network": True} if "allow_private_network" in inspect.signature(CORSMiddleware).parameters else {}
+)
+"""For a public page that calls a private address: Chrome asks first, and older Starlettes have no answer."""
 
 B = TypeVar("B", bound=Body)
 R = TypeVar("R")
@@ -109,9 +115,13 @@ class OpenAIApi:
         add_get(app, "/version", self.version)
         add_get(app, "/", self.index)
         if self.allowed_origins:
-            methods, headers = ["GET", "HEAD", "POST"], ["*"]
             app.add_middleware(
-                CORSMiddleware, allow_origins=self.allowed_origins, allow_methods=methods, allow_headers=headers
+                CORSMiddleware,
+                allow_origins=self.allowed_origins,
+                allow_methods=["GET", "HEAD", "POST"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+                **_PRIVATE_NETWORK,
             )
         return app
 

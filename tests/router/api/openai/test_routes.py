@@ -103,3 +103,22 @@ async def test_a_script_of_an_allowed_origin_may_use_head(run_http: RunHttp) -> 
             "access-control-request-headers": "authorization",
         }
         assert (await http.http.options("/v1/models", headers=asked)).status_code == 200
+
+
+@pytest.mark.parametrize("origins", [("https://chat.example",), ("*",)])
+async def test_a_script_of_an_allowed_origin_may_read_all_headers(run_http: RunHttp, origins: tuple[str, ...]) -> None:
+    """Without credentials, which the port does not allow, `*` is every header."""
+    async with run_http(http={"allowed_origins": origins}) as http:
+        answer = await http.http.get("/v1/models", headers={"origin": "https://chat.example"})
+        assert answer.headers["access-control-expose-headers"] == "*"
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+async def test_a_script_of_an_allowed_origin_may_call_from_a_public_page(run_http: RunHttp) -> None:
+    """Chrome asks before a public page calls a private network."""
+    asked = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
+    async with run_http(http={"allowed_origins": ("https://chat.example",)}) as http:
+        allowed = await http.http.options("/v1/completions", headers={"origin": "https://chat.example", **asked})
+        assert (allowed.status_code, allowed.headers["access-control-allow-private-network"]) == (200, "true")
+        other = await http.http.options("/v1/completions", headers={"origin": "https://other.example", **asked})
+        assert other.status_code == 400
