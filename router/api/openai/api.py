@@ -309,7 +309,8 @@ class OpenAIApi:
         async def handler(exchange: Exchange) -> None:
             raise problem
 
-        return self._exchange(handler)
+        is_anthropics = f"{request.scope['path']}/".startswith("/v1/messages/")
+        return self._exchange(handler, kind=MessagesExchange if is_anthropics else Exchange)
 
 
 async def _converted(exchange: Exchange, parse: Callable[[bytes], T], convert: Callable[[T], R]) -> tuple[T, R]:

@@ -96,7 +96,7 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._request_headers = Request(scope).headers
-        self.metadata: Metadata = tuple(self._request_headers.items())
+        self.metadata = _with_bearer(tuple(self._request_headers.items()))
         given = self._request_headers.get(REQUEST_ID_HEADER)
         self.request_id = valid_request_id(given)
         self.answer_id = valid_request_id(None) if self.request_id == given else self.request_id
@@ -302,6 +302,13 @@ class Exchange(Response):
         tokens = ",".join(self._request_headers.getlist("connection")).lower().split(",")
         wants_end = self._scope["http_version"] < "1.1" or "close" in map(str.strip, tokens)
         return wants_end or "connection" in self.last_headers()
+
+
+def _with_bearer(headers: Metadata) -> Metadata:
+    """Anthropic's clients send their token as `x-api-key`."""
+    if any(name == "authorization" for name, _ in headers):
+        return headers
+    return (*headers, *(("authorization", f"Bearer {value}") for name, value in headers if name == "x-api-key"))
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -2,8 +2,7 @@
 
     MessagesRequest ─▶ ChatBody ─▶ GenerateRequest ─▶ … GenerateResponse ─▶ Block ─▶ content blocks
 
-A content block (thinking, text, tool_use) is one block of the answer (blocks.py). Errors have Anthropic's form; the
-token may come as `x-api-key`.
+A content block (thinking, text, tool_use) is one block of the answer (blocks.py). Errors have Anthropic's form.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import Field, model_validator
-from starlette.types import Receive, Scope, Send
 
 from engine.errors import shown
 from engine.text.messages import loads_unicode
@@ -33,21 +31,17 @@ _ERROR_TYPES = {
 }  # fmt: skip
 
 
+def _error_type(status: int) -> str:
+    """Other 4xx have Anthropic's first type, as documented there."""
+    return _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+
+
 class MessagesExchange(Exchange):
     """One request of this API."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope["headers"]}
-        if b"authorization" not in names:
-            tokens = [
-                (b"authorization", b"Bearer " + value) for name, value in scope["headers"] if name == b"x-api-key"
-            ]
-            scope = {**scope, "headers": [*scope["headers"], *tokens]}
-        await super().__call__(scope, receive, send)
-
     def error_body(self, error: ServiceError) -> dict[str, Any]:
         body = body_of(error, self.renamed)["error"]
-        described = {"type": _ERROR_TYPES.get(status_of(error), "api_error"), "message": body["message"]}
+        described = {"type": _error_type(status_of(error)), "message": body["message"]}
         if body["param"] == "thread":
             described["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return {"type": "error", "error": described, "request_id": self.request_id}

@@ -50,6 +50,37 @@ async def test_only_known_tokens_may_ask(run_http: RunHttp, tmp_path: Path) -> N
         assert (await known.completions.create(model="fake", prompt=SHORT, max_tokens=2)).choices
 
 
+async def test_every_path_takes_a_token_as_x_api_key(run_http: RunHttp, tmp_path: Path) -> None:
+    async with run_http(auth={"tokens_file": write_tokens(tmp_path / "tokens", alice=[ALICE])}) as http:
+        for path in ("/v1/models", "/v1/models/fake", "/metrics", "/version", "/"):
+            assert (await http.http.get(path, headers={"x-api-key": ALICE})).status_code == 200, path
+            both = {"x-api-key": ALICE, "authorization": "Bearer unknown"}
+            for headers in ({"x-api-key": "unknown"}, both):
+                assert (await http.http.get(path, headers=headers)).status_code == 401, path
+        answer = await http.http.post(
+            "/v1/completions", json={"prompt": SHORT, "max_tokens": 2}, headers={"x-api-key": ALICE}
+        )
+        assert answer.status_code == 200
+
+
+async def test_unknown_paths_of_the_messages_api_have_anthropics_errors(run_http: RunHttp, tmp_path: Path) -> None:
+    async with run_http(auth={"tokens_file": write_tokens(tmp_path / "tokens", alice=[ALICE])}) as http:
+        asked = (
+            ("POST", "/v1/messages/batches", 404, "not_found_error"),
+            ("GET", "/v1/messages/batches/a/results", 404, "not_found_error"),
+            ("GET", "/v1/messages", 405, "invalid_request_error"),
+            ("GET", "/v1/messages/count_tokens/", 405, "invalid_request_error"),
+        )
+        for method, path, status, kind in asked:
+            for token, wanted in ((ALICE, (status, kind)), ("unknown", (401, "authentication_error"))):
+                answer = await http.http.request(method, path, headers={"x-api-key": token})
+                assert (answer.status_code, answer.json()["error"]["type"]) == wanted, path
+                assert answer.json()["type"] == "error"
+                assert answer.headers["request-id"] == answer.json()["request_id"]
+        openais = await http.http.get("/v1/messagesx", headers={"x-api-key": ALICE})
+        assert set(openais.json()) == {"error"}
+
+
 async def test_two_tenants_share_no_prefix_cache(run_http: RunHttp, tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens", alice=[ALICE], bob=[BOB])
     async with run_http(prefill=0, auth={"tokens_file": tokens}) as http:
