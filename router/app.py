@@ -3,7 +3,8 @@
 made ──start──▶ settling, NOT_SERVING ──▶ SERVING ⇄ NOT_SERVING (as the pools allow)
                                              └──drain──▶ NOT_SERVING for good, accepting ──▶ refusing ──▶ stopped
 
-A worker does not listen while it settles: other workers answer on its ports, and know the pools.
+A worker opens its clients' and health ports when it has settled, at the latest after a few seconds: others that know
+the pools answer there.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ _ADMIN_SERVICE = pools_pb2.DESCRIPTOR.services_by_name["PoolsService"]
 _KEDA_SERVICE = externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"]
 _SIGNALS_SERVICE = signals_pb2.DESCRIPTOR.services_by_name["SignalsService"]
 _CHECK_INTERVAL_S = 0.25
+_MAX_SETTLE_S = 5.0
+"""A worker's wait for the pools before it listens, in which no signal stops it."""
 _RELEASES_S = 2.0
 
 
@@ -300,7 +303,8 @@ class RouterApp:
         if self.autoscaler is not None:
             self._start_task("autoscaler", self.autoscaler.run())
         if self._settings.router.workers > 1:
-            await self._wait_settled(self._settings.pools.beat_timeout_s + self._settings.pools.settle_s)
+            longest_s = self._settings.pools.beat_timeout_s + self._settings.pools.settle_s
+            await self._wait_settled(min(longest_s, _MAX_SETTLE_S))
         await self._server.start()
         if self._http is not None:
             await self._http.start()

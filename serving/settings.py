@@ -320,7 +320,7 @@ def _quoting_hint(item: Any) -> str:
     """For a text in a YAML file that YAML reads as something else."""
     if item["type"] not in ("string_type", "path_type") or isinstance(item["input"], dict | list):
         return ""
-    return '; give one, "null" in quotes if it is that' if item["input"] is None else "; put it in quotes"
+    return '; give a text, or "null" in quotes for the word null' if item["input"] is None else "; put it in quotes"
 
 
 _CONFIG_OPTION = click.Option(

@@ -369,7 +369,8 @@ class AdmissionController:
             if too_many:
                 problem = f"{num_queued - 1} requests wait already, the most allowed"
             else:
-                problem = f"{queued_cost:.0f} tokens would wait, {part:.0f} are allowed while others wait"
+                while_others = " while others wait" if settings.max_queued_tokens else ""
+                problem = f"{queued_cost:.0f} tokens would wait, {part:.0f} are allowed{while_others}"
             raise self._rejection("queue_full", problem, entry)
         last.item.displaced = self._rejection("displaced", "requests of higher priority fill the queue", last)
         self.queue.remove(last, self.clock())

@@ -291,11 +291,13 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> Any:
 
 
 def _parse_options(context: click.Context, option: click.Parameter, text: str) -> Options:
-    import yaml
+    from serving.yaml_file import DuplicateKeyError, parse_yaml
 
     try:
-        options = yaml.safe_load(text)
-    except yaml.YAMLError:
+        options = parse_yaml(text)
+    except DuplicateKeyError as error:
+        raise click.BadParameter(str(error)) from None
+    except ValueError:
         options = None
     if not isinstance(options, dict) or not all(
         isinstance(value, str | int | float | bool) for value in options.values()

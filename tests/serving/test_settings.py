@@ -155,7 +155,10 @@ def test_a_problem_within_a_list_or_a_union_names_the_source_of_the_value(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("model: null", 'model = None (from FILE): Input should be a valid string; give one, "null" in quotes if'),
+        (
+            "model: null",
+            'model = None (from FILE): Input should be a valid string; give a text, or "null" in quotes for',
+        ),
         ("model: 1.10", "model = 1.1 (from FILE): Input should be a valid string; put it in quotes"),
         (
             "folder: 2026",

@@ -276,7 +276,9 @@ class _Connection(H11Protocol):
             REQUEST_ID_HEADER: valid_request_id(None),
         }
         response = h11.Response(status_code=problem.status_code, headers=list(headers.items()), reason="Bad Request")
-        for event in (response, h11.Data(msgspec.json.encode(body_of(problem, {}))), h11.EndOfMessage()):
+        is_head = self.conn._request_method == b"HEAD"  # of a head that is complete: its answer has no body
+        body = b"" if is_head else msgspec.json.encode(body_of(problem, {}))
+        for event in (response, h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -275,6 +275,7 @@ def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Pa
         (["--connector", "nixl,redis", "--kv-url", "redis://h", "--kv-folder", "/tmp"], "--kv-folder goes with"),
         (["--connector", "nixl,shared_storage", "--kv-url", "redis://h"], "--kv-url goes with"),
         (["--kv-options", "nonsense"], "a map in YAML"),
+        (["--kv-options", "{a: 1, a: 2}"], "'a' is there twice"),
     ],
 )
 def test_a_mistyped_doctor_is_answered_with_what_to_type(args: list[str], hint: str) -> None:

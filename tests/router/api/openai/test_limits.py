@@ -153,6 +153,20 @@ async def test_the_longest_headers_do_not_depend_on_segments(
         writer.close()
 
 
+@pytest.mark.parametrize("segment_bytes", [1000, 100_000])
+async def test_a_head_request_with_long_headers_has_an_answer_without_body(
+    run_http: RunHttp, segment_bytes: int
+) -> None:
+    async with run_http(http={"max_header_bytes": 4096}) as http:
+        head = b"HEAD /version HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 5000 + b"\r\n\r\n"
+        reader, writer = await opened(http)
+        for start in range(0, len(head), segment_bytes):
+            writer.write(head[start : start + segment_bytes])
+            await asyncio.sleep(0.02)
+        assert (await until_closed(reader)).split()[1:2] == [b"400"]
+        writer.close()
+
+
 async def test_a_body_does_not_count_as_headers(run_http: RunHttp) -> None:
     body = msgspec.json.encode({"prompt": SHORT, "max_tokens": 2}) + b" " * 5000
     async with run_http(http={"max_header_bytes": 1024}) as http:
