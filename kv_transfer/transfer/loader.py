@@ -32,7 +32,8 @@ from engine.scheduling.request import Request
 from kv_transfer.page.naming import PageName, PageNames, PageNaming, PageOp
 
 _MAX_LOOKUP_TIMEOUTS = 3
-"""Time-outs that a lookup may take while its reads go on: its prompt could be computed instead."""
+"""Time-outs that a lookup may take while its reads go on: its prompt could be computed instead. One if the request will
+be handed over: the decode instance's reservation has begun before."""
 _MAX_PART = 0.9
 """Part of the time after which a request fails that its load may take while its reads go on. What is left of it is for
 the computation of the rest to begin."""
@@ -290,7 +291,8 @@ class Loader:
         spec = request.spec
         if spec.remote_kv is None:
             begin_s = math.inf if spec.begin_s is None else spec.begin_s
-            return min(now + _MAX_LOOKUP_TIMEOUTS * self._load_timeout_s, request.arrived_s + _MAX_PART * begin_s)
+            num_timeouts = 1 if request.is_handed_over else _MAX_LOOKUP_TIMEOUTS  # the reservation elsewhere has begun
+            return min(now + num_timeouts * self._load_timeout_s, request.arrived_s + _MAX_PART * begin_s)
         if self._prefix_only:
             return now + self._load_timeout_s  # another connector has used up a part of the reservation
         return now + _MAX_PART * spec.remote_kv.reservation_s

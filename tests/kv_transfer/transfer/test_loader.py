@@ -465,6 +465,15 @@ def test_a_slow_lookup_ends_after_three_time_outs_and_before_its_prompt_must_beg
     assert result.num_verified_tokens == num_found * BLOCK_SIZE
 
 
+def test_a_slow_lookup_of_a_prompt_that_is_handed_over_ends_after_one_time_out() -> None:
+    """The decode instance's reservation, within which the prompt has to be computed, began before it."""
+    loader, request = timed_loader(lookup=True), make_request(PROMPT, hold=True)
+    loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
+    assert trickle(loader, loader.take_ops(), every_s=0.4) == pytest.approx(1.2)
+    [result] = loader.take_output().loaded
+    assert result.num_verified_tokens == 2 * BLOCK_SIZE
+
+
 def test_a_store_that_ends_other_reads_is_not_one_that_hangs() -> None:
     loader = timed_loader()
     announced(loader, "waiting")
