@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 _MAX_SHOWN = 64
 
@@ -13,9 +14,10 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
-def to_install(extra: str) -> str:
-    """What to type for an optional dependency, an extra of pyproject.toml."""
-    return f"pip install -c constraints.txt -e '.[{extra}]' in the checkout"
+def to_install(extra: str | None = None) -> str:
+    """What to type for an optional dependency, an extra of pyproject.toml; None: for those of every installation."""
+    package = "." if extra is None else f"'.[{extra}]'"
+    return f"pip install -c constraints.txt -e {package} in the checkout"
 
 
 class EngineError(Exception):
@@ -61,7 +63,7 @@ class DeviceUnavailable(EngineError):
 
 
 class EngineStartError(EngineError):
-    """The engine core has ended while it loaded, because of its settings or its model: the same start fails again."""
+    """The engine core has ended while it loaded, because of settings, model or installation: the same start fails again."""
 
 
 class EngineDeadError(EngineError):
@@ -81,6 +83,8 @@ _PASSING = {
     getattr(errno, name) for name in ("EAGAIN", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOMEM", "ENOSPC", "ESTALE")
 }
 """Of the machine: no process, memory, descriptor or disk space is left, or a disk does not answer."""
+_PASSING_REASONS = tuple(os.strerror(number) for number in _PASSING)
+"""With which the dynamic loader ends a message; its errors have no errno."""
 
 
 def may_pass(error: BaseException) -> bool:
@@ -90,7 +94,16 @@ def may_pass(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _PASSING:
         return True
+    if isinstance(error, OSError | ImportError) and str(error).endswith(_PASSING_REASONS):
+        return True
     return error.__cause__ is not None and may_pass(error.__cause__)
+
+
+def start_problem(error: BaseException, install: str) -> str:
+    """Why an engine does not start, as one line of its log. `install`: what to type where a module is missing."""
+    if not isinstance(error, ImportError):
+        return str(error)
+    return f"{error.name or 'a module'} cannot be imported: {' '.join(str(error).split())}: {install}"
 
 
 def start_status(error: BaseException) -> int:

@@ -23,19 +23,20 @@ if __name__ == "__mp_main__":
 
 def main() -> None:
     """Run until `Shutdown`, the parent's death or vLLM's."""
-    from engine.core.process import begin
-    from engine.errors import EngineError, start_status
-    from vllm_engine.versions import require_vllm
+    from engine.errors import EngineError, start_problem, start_status
+    from vllm_engine.versions import INSTALL_VLLM, require_vllm
 
-    config, address = begin()
     try:
+        from engine.core.process import begin
+
+        config, address = begin()
         require_vllm()
         _start_resource_tracker()
         from vllm_engine.host import serve  # imports vLLM, for seconds
 
         asyncio.run(serve(config, address))
-    except (EngineError, OSError) as error:
-        print(f"engine core: {error}", file=sys.stderr, flush=True)  # noqa: T201  # the instance's log
+    except (EngineError, ImportError, OSError) as error:
+        print(f"engine core: {start_problem(error, INSTALL_VLLM)}", file=sys.stderr, flush=True)  # noqa: T201  # the instance's log
         os._exit(start_status(error))  # without waiting for vLLM's threads
     os._exit(0)
 

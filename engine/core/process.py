@@ -2,7 +2,7 @@
 
 The configuration is one msgpack message on standard input, which stays open while the parent lives: its end tells the
 core that the parent is dead, whatever killed it, and the core exits. The parent notices the core's death by waiting for
-the process. Exit status 2: settings or model are wrong, and the same start fails again.
+the process. Exit status 2: settings, model or installation are wrong, and the same start fails again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import EngineError, start_status
+from engine.errors import EngineError, start_problem, start_status, to_install
 from engine.machine import place_process, set_up_process, start_up_heap
 
 
@@ -43,16 +43,16 @@ def begin() -> tuple[EngineConfig, str]:
 
 def _run(config: EngineConfig, address: str) -> None:
     with start_up_heap():
-        place_process(config, config.parallelism.core_rank)  # before torch is imported, for its thread pools
-        from engine.core.core import EngineCore
-        from engine.core.loop import Mailbox, run_core
-        from engine.ranks import RankLost
-
-        mailbox = Mailbox(address)
         try:
+            place_process(config, config.parallelism.core_rank)  # before the rest imports torch, for its thread pools
+            from engine.core.core import EngineCore
+            from engine.core.loop import Mailbox, run_core
+            from engine.ranks import RankLost
+
+            mailbox = Mailbox(address)
             core = EngineCore(config, mailbox.wake)
-        except (EngineError, OSError) as error:
-            sys.stderr.write(f"engine core: {error}\n")  # a bug keeps its traceback, and has status 1
+        except (EngineError, ImportError, OSError) as error:  # a bug keeps its traceback, and has status 1
+            sys.stderr.write(f"engine core: {start_problem(error, to_install())}\n")
             sys.exit(start_status(error))
     status = 1
     try:

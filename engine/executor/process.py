@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import CapacityError, EngineError, may_pass
+from engine.errors import CapacityError, EngineError, may_pass, start_problem, to_install
 from engine.machine import place_process, set_up_process, start_up_heap
 
 _PR_SET_PDEATHSIG = 1
@@ -61,16 +61,16 @@ def main() -> None:
         _die_with(start.parent_pid)
     set_up_process(start.config)
     with start_up_heap():
-        place_process(start.config, start.rank)
-        from engine.executor.executor import explained_out_of_memory
-        from engine.executor.step import Message
-        from engine.executor.worker import Worker
-        from engine.ranks import RankLost
-
         try:
+            place_process(start.config, start.rank)
+            from engine.executor.executor import explained_out_of_memory
+            from engine.executor.step import Message
+            from engine.executor.worker import Worker
+            from engine.ranks import RankLost
+
             worker = Worker(start)
-        except (EngineError, OSError) as error:
-            _answer(pipe, Ready(str(error), may_pass(error)))
+        except (EngineError, ImportError, OSError) as error:
+            _answer(pipe, Ready(start_problem(error, to_install()), may_pass(error)))
             return
     _answer(pipe, Ready())
     decoder = msgspec.msgpack.Decoder(Message)

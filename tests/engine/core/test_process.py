@@ -66,3 +66,21 @@ def test_only_a_start_that_would_fail_again_has_the_status_of_wrong_settings() -
     ended = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=50, check=False)
     assert ended.stdout.split() == ["2"] * 4 + ["1"] * 6, ended.stderr
     assert "engine core: damaged\n" in ended.stderr
+
+
+UNINSTALLED = """
+import sys
+from engine.config import EngineConfig
+from engine.core import process
+
+sys.modules["torch"] = None  # as if it were not there
+process._run(EngineConfig(model="m"), "ipc:///none")
+"""
+
+
+def test_an_installation_without_a_module_is_one_line_and_the_status_of_wrong_settings() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNINSTALLED], capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("engine core: torch cannot be imported: ")
+    assert line.endswith(": pip install -c constraints.txt -e . in the checkout")

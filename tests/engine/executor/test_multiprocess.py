@@ -306,19 +306,26 @@ def test_the_error_of_a_rank_that_cannot_load_is_not_hidden_by_the_end_of_others
     assert rank_processes() == []
 
 
-def test_a_rank_that_the_machine_has_no_room_for_may_start_later(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "error", "passes"),
+    [
+        ("NO_DESCRIPTOR", "rank 1: .* Too many open files", True),
+        ("UNINSTALLED", "rank 1: torch cannot be imported: .*: pip install -c constraints", False),
+    ],
+)
+def test_a_rank_whose_start_fails_may_start_later_if_only_the_machine_lacks_something(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, script: str, error: str, *, passes: bool
 ) -> None:
     popen = subprocess.Popen
 
     def start(argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         python, _, _, fd = argv
-        return popen((python, "-c", NO_DESCRIPTOR, fd), **options)
+        return popen((python, "-c", globals()[script], fd), **options)
 
     monkeypatch.setattr("engine.executor.multiprocess.subprocess.Popen", start)
-    with pytest.raises(RankLost, match=r"rank 1: .* Too many open files") as caught:
+    with pytest.raises(EngineError, match=error) as caught:
         engine_of(checkpoint, tensor=2)
-    assert may_pass(caught.value)
+    assert isinstance(caught.value, RankLost) == may_pass(caught.value) == passes
     assert rank_processes() == []
 
 
@@ -333,6 +340,16 @@ worker.load_part = load_part
 process.main()
 """
 """A rank's process that cannot open its model."""
+
+
+UNINSTALLED = """
+import sys
+from engine.executor import process
+
+sys.modules["torch"] = None
+process.main()
+"""
+"""One in whose environment torch is missing."""
 
 
 FULL_GPU = """
