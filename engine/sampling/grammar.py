@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.openmp import Launcher, launcher
-from engine.errors import CapacityError, InvalidRequest
+from engine.errors import CapacityError, InvalidRequest, may_pass
 from engine.machine import useful_threads
 from engine.sampling.constraints import INSTALL_XGRAMMAR, MAX_WHITESPACE, Constraint, has_xgrammar
 from engine.sampling.grammar_kernels import exclude_address
@@ -101,10 +101,14 @@ class GrammarCompiler:
         return found
 
     def _submit(self, constraint: Constraint) -> CompiledGrammar:
+        failed = Future[Grammar]()
+
+        def compile_unless_failed() -> Grammar:
+            return failed.result() if failed.done() else self._library.compile(constraint)
+
         try:
-            return self._threads.submit(self._library.compile, constraint)
-        except RuntimeError as error:  # at a limit on threads
-            failed = Future[Grammar]()
+            return self._threads.submit(compile_unless_failed)
+        except RuntimeError as error:  # at a limit on threads; a later one finds this still queued
             failed.set_exception(CapacityError(f"no thread can be started to compile the constraint: {error}"))
             return failed
 
@@ -177,7 +181,7 @@ class _Library:
                     compiled = compiler.compile_structural_tag(source)
         except Exception as error:  # RuntimeError for all kinds of reasons, but nothing promises it
             self._forget_failed(len(source))
-            if isinstance(error, OSError | MemoryError):
+            if _is_passing(error):
                 raise _lacking(error) from None
             raise InvalidRequest(kind, _reason(error)) from None
         return Grammar(compiled, textless_ids, whitespace if limits_whitespace else None)
@@ -197,28 +201,43 @@ class _Library:
             if not self._compilers:
                 try:
                     self._compilers = self._made()
-                except (OSError, MemoryError) as error:
-                    raise _lacking(error) from error
+                except Exception as error:
+                    if _is_passing(error):
+                        raise _lacking(error) from error
+                    raise
             return self._compilers
 
     def _made(self) -> dict[bool, _Compiler]:
         if not has_xgrammar():
             problem = f"requires xgrammar, which is not installed: {INSTALL_XGRAMMAR}"
             raise InvalidRequest("constraint", problem, "no constraint")
-        vocabulary = read_vocabulary(self._folder, self._vocab_size)
+        vocabulary = self._vocabulary()
         if vocabulary is None:
             raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")
         try:
             return {is_json: _compiler(vocabulary, is_json=is_json) for is_json in (True, False)}
-        except (OSError, MemoryError):
-            raise
         except Exception as error:  # a library that cannot be loaded, a vocabulary that xgrammar rejects
+            if _is_passing(error):
+                raise
             reason = str(error)[:_MAX_ERROR_CHARS]
             self._problem = InvalidRequest("constraint", f"xgrammar fails: {reason}", "no constraint")
             raise self._problem from error
 
+    def _vocabulary(self) -> Vocabulary | None:
+        try:
+            return read_vocabulary(self._folder, self._vocab_size)
+        except OSError as error:
+            if _is_passing(error):
+                raise
+            problem = f"the tokenizer cannot be read: {error.strerror or error}"
+            raise InvalidRequest("constraint", problem, "no constraint") from error
 
-def _lacking(error: OSError | MemoryError) -> CapacityError:
+
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or may_pass(error)
+
+
+def _lacking(error: Exception) -> CapacityError:
     """Of what the machine lacks for a moment, such as memory, descriptors or a disk that answers."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or "no memory is left"
     return CapacityError(f"the constraint cannot be compiled at the moment: {reason[:_MAX_ERROR_CHARS]}")

@@ -71,7 +71,7 @@ class Request:
     """The connector knows its blocks, which stay the same from now on."""
     finish_reason: FinishReason | None = None
     grammar: Future[Any] | None = None
-    """The compiled constraint (sampling/grammar.py), or its InvalidRequest; None: no constraint."""
+    """The compiled constraint (sampling/grammar.py), or its InvalidRequest or CapacityError; None: no constraint."""
 
     @classmethod
     def from_spec(

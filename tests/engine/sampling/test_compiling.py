@@ -275,6 +275,35 @@ def test_what_the_machine_lacks_for_a_moment_ends_one_request_and_is_tried_again
     core.shutdown()
 
 
+@pytest.mark.parametrize("place", ["read_vocabulary", "_compiler"])
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+        (OSError("libfoo.so: cannot open shared object file"), "libfoo.so: cannot open shared object file"),
+    ],
+    ids=repr,
+)
+def test_what_stays_wrong_rejects_the_constraint(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, failure: OSError, reason: str, place: str
+) -> None:
+    monkeypatch.setattr(grammar, place, Mock(side_effect=failure))
+    with pytest.raises(InvalidRequest, match=f"{reason}; allowed: no constraint"):
+        _Library(checkpoint, 480).compile(Constraint("regex", "a+"))
+
+
+def test_a_library_for_which_no_descriptor_is_left_is_loaded_later(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _Library(checkpoint, 480)
+    failure = ImportError(f"libfoo.so: cannot open shared object file: {os.strerror(errno.EMFILE)}")
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar, "_compiler", Mock(side_effect=failure))
+        with pytest.raises(CapacityError, match=os.strerror(errno.EMFILE)):
+            library.compile(Constraint("regex", "a+"))
+    library.compile(Constraint("regex", "a+"))
+
+
 def test_a_constraint_that_takes_more_memory_than_there_is_may_be_tried_elsewhere(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,8 +316,15 @@ def test_a_constraint_that_takes_more_memory_than_there_is_may_be_tried_elsewher
 
 
 def test_a_thread_that_cannot_start_ends_one_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its constraint stays queued in the pool, and is not compiled for the threads that start later."""
     core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
-    start = threading.Thread.start
+    start, compile_now, compiled = threading.Thread.start, core._grammars._library.compile, list[str]()
+
+    def compile_counted(constraint: Constraint) -> Any:
+        compiled.append(constraint.source)
+        return compile_now(constraint)
+
+    monkeypatch.setattr(core._grammars._library, "compile", compile_counted)
 
     def start_others(thread: threading.Thread) -> None:
         if thread.name.startswith("grammar"):
@@ -300,5 +336,7 @@ def test_a_thread_that_cannot_start_ends_one_request(checkpoint: Path, monkeypat
         kind, error = ended_with(core, "ab")
     assert kind == "no_room"
     assert error == "no thread can be started to compile the constraint: can't start new thread"
+    assert_compiles(core, "ac")
+    assert compiled == ["ac"]
     assert_compiles(core, "ab")
     core.shutdown()
