@@ -52,6 +52,8 @@ class HostGrammars:
 
     async def compile(self, constraint: Constraint) -> tuple[str, ErrorKind] | None:
         """Until every worker has its grammar; or the error."""
+        if (known := self._states.get(constraint)) is not None and known[1] == "no_room":  # at an earlier moment
+            del self._states[constraint]
         try:
             async with asyncio.timeout(self.timeout_s):
                 while (state := self._states.get(constraint)) is None:
@@ -61,8 +63,6 @@ class HostGrammars:
         except TimeoutError:
             return "the constraint was not compiled in time", "no_room"
         error, kind = state
-        if kind == "no_room":  # at that moment
-            self._states.pop(constraint, None)
         return None if kind is None else (error, kind)
 
     async def _ask(self) -> None:

@@ -217,6 +217,16 @@ async def test_what_a_worker_lacks_for_a_moment_ends_one_request(
     assert "next2" in rig.vllm.received
 
 
+async def test_what_was_lacking_for_a_request_that_has_ended_is_tried_again(make_rig: Any) -> None:
+    """The answer comes after an abort: no request has seen it."""
+    rig, lacking = make_rig(), Constraint("regex", "[a-z]+")
+    rig.host._grammars._states[lacking] = ("no memory", "no_room")
+    rig.vllm.release.set()
+    rig.add(next="[a-z]+")
+    await until(lambda: "next" in rig.vllm.received or rig.events)
+    assert (rig.vllm.received, rig.events) == (["next"], [])
+
+
 async def test_a_request_whose_grammar_takes_too_long_ends(make_rig: Any) -> None:
     rig = make_rig(grammar_s=0.001)
     rig.add(late="[a-z]+")
