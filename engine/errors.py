@@ -63,7 +63,7 @@ class DeviceUnavailable(EngineError):
 
 
 class EngineStartError(EngineError):
-    """The engine core has ended while it loaded, because of settings, model or installation: the same start fails again."""
+    """The engine core has ended while it loaded: settings, model or installation are wrong. A start fails again."""
 
 
 class EngineDeadError(EngineError):

@@ -481,7 +481,7 @@ class Scheduler:
         self._finish(request, "error")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """May be repeated for a request at which Ctrl-C interrupted it."""
+        """May be repeated after Ctrl-C; blocks that it caught between the request's table and the pool are lost."""
         if request.status is RequestStatus.RUNNING and request in self.running:
             self.running.remove(request)
         elif request.status is RequestStatus.LOADING:

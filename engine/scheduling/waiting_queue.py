@@ -81,7 +81,7 @@ class WaitingQueue:
             self._count(request, -1)
 
     def pop(self, index: int) -> Request:
-        """Remove and return the request at `index`, in O(1) where only few follow or precede it."""
+        """Remove and return the request at `index`. Those that follow it move up: 100,000 take some 10 µs."""
         request = self._settled().pop(index)
         self._members.discard(request)
         self._count(request, -1)

@@ -239,6 +239,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, *, call
 def test_what_a_call_interrupted_twice_has_left_is_not_computed(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int, begins: bool
 ) -> None:
+    """The fourth request has no blocks: any between its table and the pool would be lost."""
     llm = LLM(checkpoint, num_gpu_blocks_override=64, max_num_seqs=2, skip_tokenizer_init=True)
     [expected] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
     scheduler = llm.core.scheduler
