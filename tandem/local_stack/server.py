@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
@@ -70,6 +70,8 @@ class StackServer:
         self._resize_pool = resize
         self._lease = LeaderLease()
         self._stopping = threading.Event()
+        # A daemon: Python's exit waits for each other thread, and gRPC may never end.
+        self._ending = threading.Thread(target=self._end_calls, name="stack-service-stop", daemon=True)
         self._max_watches = 2 * num_router_workers + _NUM_OTHER_WATCHES
         self._watches = threading.BoundedSemaphore(self._max_watches)
         self._threads = _started_threads(self._max_watches + _NUM_SHORT_CALLS)
@@ -87,14 +89,23 @@ class StackServer:
         except RuntimeError as error:
             self._threads.shutdown()
             raise StackFailed(f"the stack's server cannot start its loop: {error}; {_MORE_THREADS}") from None
+        try:
+            self._ending.start()  # here, since no thread may start any more at the end
+        except RuntimeError as error:
+            self._server.stop(None)
+            self._threads.shutdown()
+            raise StackFailed(f"the stack's server cannot start its last thread: {error}; {_MORE_THREADS}") from None
 
     def stop(self) -> None:
         """Ends every call; returns when all threads have ended, or when gRPC does not end within 5 s."""
         self._stopping.set()
         self._desired.notify()
-        stopping = self._threads.submit(self._server.stop, None)
-        wait({stopping}, _STOP_S)
-        self._threads.shutdown(wait=stopping.done())
+        self._ending.join(_STOP_S)
+        self._threads.shutdown(wait=not self._ending.is_alive())
+
+    def _end_calls(self) -> None:
+        self._stopping.wait()
+        self._server.stop(None)
 
     def WatchStack(
         self, request: stack_pb2.WatchStackRequest, context: grpc.ServicerContext

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.tandem.local_stack.test_desired_state import make_state, names
 from tests.tcp import TcpServer
 
 TIMEOUT_S = 20.0
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -172,9 +175,11 @@ async def test_calls_are_answered_where_no_thread_can_start(
         assert [await anext(watch) for watch in watches] == [addresses(owned)] * 3
 
 
-@pytest.mark.parametrize("num_started", [0, 5])
+@pytest.mark.parametrize(
+    ("num_started", "what"), [(0, "its 34 threads"), (5, "its 34 threads"), (35, "its last thread")]
+)
 def test_threads_that_cannot_start_fail_the_stack(
-    address: str, owned: DesiredState, monkeypatch: pytest.MonkeyPatch, num_started: int
+    address: str, owned: DesiredState, monkeypatch: pytest.MonkeyPatch, num_started: int, what: str
 ) -> None:
     start, before, started = threading.Thread.start, threading.active_count(), list[threading.Thread]()
 
@@ -185,7 +190,7 @@ def test_threads_that_cannot_start_fail_the_stack(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_some)
-    with pytest.raises(StackFailed, match=r"cannot start its 34 threads: can't start new thread; raise the limit"):
+    with pytest.raises(StackFailed, match=f"cannot start {what}: can't start new thread; raise the limit"):
         StackServer(address, owned, owned.resize, num_router_workers=1)
     assert threading.active_count() <= before, "threads are left"
 
@@ -194,13 +199,44 @@ def test_a_server_that_does_not_stop_holds_up_nothing(
     address: str, owned: DesiredState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.local_stack.server._STOP_S", 0.01)
-    server, released = StackServer(address, owned, owned.resize), threading.Event()
+    server, released, ended = StackServer(address, owned, owned.resize), threading.Event(), list[bool]()
     grpc_server = server._server
-    monkeypatch.setattr(server, "_server", SimpleNamespace(stop=lambda grace: released.wait(60)))
+    monkeypatch.setattr(server, "_server", SimpleNamespace(stop=lambda grace: ended.append(released.wait(60))))
     server.stop()
-    assert not released.is_set()
+    assert not ended, "it waited for gRPC"
     released.set()
     grpc_server.stop(None)
+
+
+STOPS_WITHOUT_GRPCS_LOOP = """
+import sys, threading, time
+import grpc
+from tandem.local_stack import server as module
+from tests.tandem.local_stack.test_desired_state import make_state
+
+def fail(*_, **__):
+    raise RuntimeError("can't start new thread")
+
+module._STOP_S = 0.1
+owned = make_state()
+server = module.StackServer(sys.argv[1], owned, owned.resize)
+submit, server._threads.submit = server._threads.submit, fail
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    call = channel.unary_unary("/tandem.v1.StackService/TakeLead").future(b"")
+    while any("_serve" in thread.name for thread in threading.enumerate()):
+        time.sleep(0.01)
+    call.cancel()
+server._threads.submit = submit
+server.stop()
+print("stopped")
+"""
+
+
+def test_a_process_ends_whose_server_does_not_stop(address: str) -> None:
+    command = [sys.executable, "-c", STOPS_WITHOUT_GRPCS_LOOP, address]
+    done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "stopped\n", done.stderr
+    assert "can't start new thread" in done.stderr, "gRPC's loop has not ended"
 
 
 async def test_sizes_are_read_and_changed(server: StackServer, owned: DesiredState, link: StackLink) -> None:
