@@ -112,8 +112,9 @@ class OpenAIEndpoint:
     """Endpoint for `/v1/completions` below `url`, with `model`; empty: the first one that the server lists.
 
     Prompts go as token ids, or as text if `to_text` is given. `extra_body` is merged into every request; None removes
-    a key. There are as many connections as requests in flight, and they are kept for the next ones. Proxies of the
-    environment are not used. `tls` absent: the CAs that this machine trusts. Raises ValueError for an invalid URL.
+    a key. A connection carries one request at a time, and is kept for the next ones once the server has ended the
+    message behind the answer. Proxies of the environment are not used. `tls` absent: the CAs that this machine trusts.
+    Raises ValueError for an invalid URL.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class OpenAIEndpoint:
         self._to_text = to_text
         self._extra_body = dict(extra_body or {})
         self._stream_options = _USAGE_IN_EACH
+        self._rests = set[asyncio.Task[None]]()
         self._client = httpx.AsyncClient(
             base_url=_checked(self._url),
             headers=dict(headers or {}),
@@ -180,6 +182,9 @@ class OpenAIEndpoint:
         return answer
 
     async def close(self) -> None:
+        for rest in self._rests:
+            rest.cancel()
+        await asyncio.gather(*self._rests, return_exceptions=True)
         await self._client.aclose()
 
     async def _streamed(
@@ -198,7 +203,8 @@ class OpenAIEndpoint:
             **self._extra_body,
         }
         body = {key: value for key, value in body.items() if value is not None}
-        async with self._client.stream("POST", "/v1/completions", json=body) as response:
+        async with contextlib.AsyncExitStack() as closing:
+            response = await closing.enter_async_context(self._client.stream("POST", "/v1/completions", json=body))
             status = response.status_code
             if status != httpx.codes.OK:
                 text = await response.aread()
@@ -209,17 +215,22 @@ class OpenAIEndpoint:
             chunks = response.aiter_bytes()
             async for data in event_data(chunks):
                 if data == b"[DONE]":
-                    await _read_rest(chunks)
+                    self._read_rest_later(chunks, closing.pop_all())
                     break
                 stream.add(data)
         return stream
 
+    def _read_rest_later(self, chunks: AsyncIterator[bytes], closing: contextlib.AsyncExitStack) -> None:
+        task = asyncio.create_task(_read_rest(chunks, closing))
+        self._rests.add(task)
+        task.add_done_callback(self._rests.discard)
 
-async def _read_rest(chunks: AsyncIterator[bytes]) -> None:
-    """Reads to the end of the message: before that its connection cannot be kept. The answer is complete, so a server
-    that does not end the message, or fails, costs the connection alone."""
+
+async def _read_rest(chunks: AsyncIterator[bytes], closing: contextlib.AsyncExitStack) -> None:
+    """Reads to the end of the message: before that its connection cannot be kept. The request has ended with its
+    answer, so a server that does not end the message, or fails, costs the connection alone."""
     with contextlib.suppress(TimeoutError, httpx.HTTPError):
-        async with asyncio.timeout(_REST_TIMEOUT_S):
+        async with closing, asyncio.timeout(_REST_TIMEOUT_S):
             async for _ in chunks:
                 pass
 

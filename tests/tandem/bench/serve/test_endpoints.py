@@ -291,6 +291,7 @@ async def test_requests_one_after_another_share_a_connection(
     async with keeping_connections(*pieces) as (endpoint, num_requests):
         for _ in range(3):
             assert (await generated(endpoint))[1] == [1]
+            await asyncio.gather(*endpoint._rests)
     assert num_requests == [3]
 
 
@@ -301,6 +302,15 @@ async def test_an_answer_without_an_end_of_its_message_costs_the_connection_alon
     async with keeping_connections(ANSWER, DONE) as (endpoint, num_requests):
         for _ in range(2):
             assert (await generated(endpoint))[1] == [1]
+            await asyncio.gather(*endpoint._rests)
+    assert num_requests == [1, 1]
+
+
+async def test_a_request_ends_with_its_answer_though_its_message_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_endpoint, "_REST_TIMEOUT_S", 10 * GUARD_S)
+    async with keeping_connections(ANSWER, DONE) as (endpoint, num_requests):
+        records = await run_load(endpoint, [REQUEST] * 2, max_concurrency=1, timeout_s=10.0)
+    assert [record.error for record in records] == ["", ""]
     assert num_requests == [1, 1]
 
 
