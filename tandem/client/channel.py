@@ -243,7 +243,7 @@ class Connection:
 class ClientChannel:
     """A blocking channel that follows the TLS files, and where it is one of a name, its addresses. Thread-safe.
 
-        connected ──the files change──▶ connected, a successor connects ──it is ready, or the old one is not──▶ replaced
+        connected ──the files change──▶ connected, a successor connects ──it is ready, or the old one fails──▶ replaced
             └──none of the routers that it knows serves──▶ replaced
         the old one ──its last call ends──▶ closed
 
@@ -317,9 +317,9 @@ class ClientChannel:
     def _begin_call(self) -> Connection:
         with self._lock:
             self._check_open()
-            ready = grpc.ChannelConnectivity.READY
             if self._successor is not None and (
-                _state(self._successor.channel, connect=True) is ready or _state(self._current.channel) is not ready
+                _state(self._successor.channel, connect=True) is grpc.ChannelConnectivity.READY
+                or _state(self._current.channel, connect=True) in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, None)
             ):
                 self._replace_current(self._successor)
             self._current.num_calls += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -141,10 +142,12 @@ class Client(_BaseClient):
         self.close()
 
     def _call(self, method: str, request: Any) -> Any:
+        ends_s = time.monotonic() + self._timeout_s
         with self._channel.connection(self._timeout_s) as connection:
             call = getattr(connection.stub, method)
+            remaining_s = max(ends_s - time.monotonic(), 0.0)
             try:
-                return call(request, timeout=self._timeout_s, metadata=self._credentials.metadata())
+                return call(request, timeout=remaining_s, metadata=self._credentials.metadata())
             except grpc.RpcError as error:
                 raise explain(error, self.address, self._credentials) from error
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from click.testing import CliRunner
 from cryptography import x509
@@ -20,12 +24,14 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 from serving.interceptor import Context
 from serving.server import Server, ServerSettings, ServerTls
 from tandem import AsyncClient, Client, TandemError
+from tandem.client import channel
 from tandem.client.credentials import Credentials
 from tandem.commands.generate import command as generate_command
 from tandem.commands.pools import command as pools_command
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, long_ago
 from tests.certificates import replace as replace_file
+from tests.waiting import wait_until
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 HANG_S = 20.0
@@ -37,6 +43,7 @@ class Echo:
     def __init__(self) -> None:
         self.tokens: list[str | None] = []
         self.peers: list[str] = []
+        self.remaining_s: list[float] = []
         self.may_end = threading.Event()
         self.may_end.set()
 
@@ -44,6 +51,7 @@ class Echo:
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         self.tokens.append(metadata.get("authorization"))
         self.peers.append(context.peer())
+        self.remaining_s.append(context.time_remaining() or math.inf)
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> Any:
         self._note(context)
@@ -205,6 +213,38 @@ def test_a_certificate_that_the_router_rejects_breaks_no_working_connection(
         *before, after = running.echo.peers
         assert before == [before[0]] * 5
         assert after != before[0]
+
+
+def test_a_certificate_that_the_router_rejects_breaks_no_idle_client(
+    server_files: Files, client_files: Files, authority: StackCa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_OPTIONS", (*channel._OPTIONS, ("grpc.client_idle_timeout_ms", 1000)))
+    with (
+        serving(server_files, require_client_cert=True) as running,
+        Client(running.address, credentials=client_files.credentials()) as client,
+    ):
+        client.model_info()
+        current = client._channel._current.channel
+        wait_until(lambda: channel._state(current) is grpc.ChannelConnectivity.IDLE)
+        client_files.replace(StackCa("another").issue("client", ("127.0.0.1",)))
+        for _ in range(3):
+            assert client.model_info().model == "echo"
+        client_files.replace(authority.issue("client", ("127.0.0.1",)))
+        client.model_info()
+        assert client._channel._current.channel is not current, "the good certificate has no connection"
+
+
+def test_a_call_has_what_a_new_connection_leaves_of_its_time(
+    server_files: Files, client_files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SimpleNamespace(is_settled=SimpleNamespace(wait=lambda timeout_s: time.sleep(1.0)))
+    with (
+        serving(server_files) as running,
+        Client(running.address, credentials=client_files.credentials(), timeout_s=HANG_S) as client,
+    ):
+        monkeypatch.setattr(client._channel, "_follow", lambda: slow)
+        client.model_info()
+        assert running.echo.remaining_s[0] < HANG_S - 0.5
 
 
 def test_routers_on_one_host_are_verified_by_it(server_files: Files) -> None:
