@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -65,13 +66,15 @@ def test_its_settings_are_settings_of_the_services(name: str, monkeypatch: pytes
         assert "redis" in connector.class_path
 
 
-def command_line(name: str, folder: Path, addresses: str) -> list[str]:
-    """What the entrypoint of an instance runs in a container with these addresses; the programs are in `folder`."""
+def command_line(name: str, folder: Path, addresses: str, redis: str | None) -> list[str]:
+    """What the entrypoint of an instance runs in a container with these addresses, where Redis has that one; the
+    programs are in `folder`."""
     lines = "\n".join(f"{one}  {kind}  {name}-1" for one in addresses.split() for kind in ("STREAM", "DGRAM", "RAW"))
+    finds_redis = "exit 1" if redis is None else f'exec {sys.executable} -c "$(echo "$2" | sed s/redis/{redis}/)"'
     programs = {
         "hostname": f'[ "$1" = -i ] && echo "{addresses} fd00::3" || echo {name}-1',
         "getent": f'[ "$*" = "ahostsv4 {name}-1" ] && echo "{lines}"',
-        "python": 'printf "%s\\n" "$@"',
+        "python": f'[ "$1" = -c ] || exec printf "%s\\n" "$@"\n{finds_redis}',
     }
     for program, script in programs.items():
         (folder / program).write_text(f"#!/bin/sh\n{script}\n")
@@ -83,13 +86,14 @@ def command_line(name: str, folder: Path, addresses: str) -> list[str]:
 
 
 @pytest.mark.parametrize("addresses", ["172.18.0.3", "172.18.0.3 172.19.0.2"])
+@pytest.mark.parametrize(("redis", "own"), [("127.0.0.2", "127.0.0.1"), (None, "172.18.0.3")])
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_the_instances_are_modules_that_listen_at_one_address_of_their_own(
-    name: str, addresses: str, tmp_path: Path
+    name: str, addresses: str, redis: str | None, own: str, tmp_path: Path
 ) -> None:
-    """A container in several networks, or with IPv6, has several."""
-    listening = ["-m", f"{name}_service", "--listen", "172.18.0.3:50051", "--flag"]
-    assert command_line(name, tmp_path, addresses) == listening
+    """A container in several networks, or with IPv6, has several: that of Redis's network, if Redis runs."""
+    listening = ["-m", f"{name}_service", "--listen", f"{own}:50051", "--flag"]
+    assert command_line(name, tmp_path, addresses, redis) == listening
     assert f"dns:{name}:50051" in SERVICES["router"]["environment"].values()
 
 
