@@ -158,7 +158,7 @@ class ManagedProcess:
         if self.spec.log_file.stat().st_size <= MAX_LOG_BYTES:
             return
         with self.spec.log_file.open("ab+", buffering=0) as log:
-            log.seek(-(MAX_LOG_BYTES // 2), os.SEEK_END)
+            log.seek(-(MAX_LOG_BYTES // 2) - 1, os.SEEK_END)  # with the end of the line before
             newest = log.read()
             log.truncate(0)
             log.write(memoryview(newest)[newest.find(b"\n") + 1 :])

@@ -395,9 +395,11 @@ def test_a_log_keeps_its_newest_lines_and_the_process_goes_on_writing(monkeypatc
 
         assert numbers_after_a_thousand_more() == [*range(1000)]
         assert numbers_after_a_thousand_more() == [*range(2000)]
-        assert numbers_after_a_thousand_more() == [*range(2001, 3000)], "the newest half, from the start of a line"
-        assert log.stat().st_size == 9990
-        assert numbers_after_a_thousand_more() == [*range(2001, 4000)]
+        assert numbers_after_a_thousand_more() == [*range(2000, 3000)], "the newest half, which begins with a line"
+        assert log.stat().st_size == 10_000
+        assert numbers_after_a_thousand_more() == [*range(2000, 4000)]
+        monkeypatch.setattr(process_module, "MAX_LOG_BYTES", 20_002)
+        assert numbers_after_a_thousand_more() == [*range(4000, 5000)], "of a line that the cut divides nothing is left"
         # STEP: a log that a user removes ends nothing
         log.unlink()
         assert stack.supervise() == []
