@@ -16,8 +16,9 @@ def shown(value: object) -> str:
 
 def to_install(extra: str | None = None) -> str:
     """What to type for an optional dependency, an extra of pyproject.toml; None: for those of every installation."""
-    package = "." if extra is None else f"'.[{extra}]'"
-    return f"pip install -c constraints.txt -e {package} in the checkout"
+    if extra is None:
+        return "pip install -c constraints.txt -e . in the checkout"
+    return f"pip install -c constraints.txt -e '.[{extra}]' in the checkout"
 
 
 class EngineError(Exception):
