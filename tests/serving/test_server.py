@@ -310,7 +310,8 @@ async def test_a_stream_survives_its_connections_age_and_new_calls_dial_again(ri
                 await rig.stub.Abort(pb.AbortRequest())
             except grpc.aio.AioRpcError as error:
                 # A call that is sent in the moment in which its connection ends is not processed; clients retry it.
-                assert "GOAWAY" in str(error.details()), error
+                if "GOAWAY" not in str(error.details()):
+                    raise
             await asyncio.sleep(0.01)
     assert servicer.num_running == 1
     servicer.go.set()
