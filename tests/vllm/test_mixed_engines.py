@@ -73,4 +73,4 @@ def test_nothing_was_computed_and_the_router_has_logged_it(stack: LocalStack) ->
     for name, address in stack.instances.items():
         assert load(address).num_generated_tokens == 0, name
     log = stack.processes["router"].spec.log_file.read_text()
-    assert re.search(r"engine differs between decode decode-0 \(tandem\) and prefill prefill-0 \(vllm 0\.32", log)
+    assert re.search(r"engine differs between decode decode-0 \(tandem/\d+\) and prefill prefill-0 \(vllm 0\.32", log)
