@@ -25,6 +25,7 @@ from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.desired_state import MAX_SIZE
+from tandem.local_stack.instance_flags import given_settings
 from tandem.local_stack.settings import (
     MAX_ROUTER_WORKERS,
     Disaggregation,
@@ -33,7 +34,6 @@ from tandem.local_stack.settings import (
     parse_bounds,
 )
 from tandem.local_stack.stack import LocalStack, StartCancelled
-from tandem.local_stack.store_size import has_store
 from tandem.local_stack.supervisor import StackFailed
 from tandem.local_stack.system import IN_DOCKER, other_system
 from tandem.local_stack.topology import check_gpus
@@ -236,11 +236,7 @@ def command(
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
-        if settings.instance_args:
-            from tandem.local_stack.instance_flags import instance_settings
-
-            instance_settings(settings.instance_args)
-        has_store(settings)  # raises for variables of the instances
+        given_settings(settings.instance_args)  # raises for flags or variables with which no instance starts
         needs_weights = not _may_be_dummy(settings.instance_args)
         config = None  # vLLM checks its models itself
         if engine == "tandem":

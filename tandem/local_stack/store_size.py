@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from tandem.connectors import CONNECTORS
+from tandem.local_stack.instance_flags import given_settings
 from tandem.local_stack.settings import StackSettings
-
-if TYPE_CHECKING:
-    from instance.config import TransferSection
 
 _MAX_BYTES = 16 << 30
 """The stores' own default."""
@@ -22,55 +19,42 @@ _SHARE = 4
 """One part of so many of the free space; the rest is for other programs."""
 
 
-class StoreSize(NamedTuple):
-    num_bytes: int
-    in_memory: bool
+class OwnStore(NamedTuple):
+    """Where the instances keep KV in the stack's folder."""
+
+    num_bytes: int | None = None
+    """None leaves it to the store."""
+    in_memory: bool = False
     """The folder is on a tmpfs: its files take memory."""
 
 
-def has_store(settings: StackSettings) -> bool:
-    """Whether the instances keep KV in the stack's folder: not where flags or the environment give them another one.
-    Raises ValueError for flags or variables with which no instance starts."""
+def own_store(settings: StackSettings, folder: Path, available: int) -> OwnStore | None:
+    """The store in `folder`; None: there is none, or flags or the environment give the instances another folder.
+    `available` bytes of memory limit it on a tmpfs, whose free space promises more.
+
+    Its size is left to it where it is given, and where a connector of unknown options would get it too. Raises
+    ValueError for flags or variables with which no instance starts.
+    """
     on_disk = "lmcache" in settings.connectors and settings.kv_url is None
     if not (settings.has_connector and ("shared_storage" in settings.connectors or on_disk)):
-        return False
-    given = _given(settings)
-    return given is None or given.folder is None
-
-
-def store_size(settings: StackSettings, folder: Path, available: int) -> StoreSize | None:
-    """Of the store in `folder`. `available` bytes of memory limit it on a tmpfs, whose free space promises more.
-
-    None leaves it to the store: there is none here, its size is given, or a connector of unknown options would get the
-    size too. Raises ValueError for flags or variables with which no instance starts.
-    """
-    if not has_store(settings) or not set(settings.connectors) <= set(CONNECTORS) or _has_size(settings):
         return None
+    if (given := given_settings(settings.instance_args)) is not None:
+        transfer = given.transfer
+        if transfer.folder is not None:
+            return None
+        options = {name.rpartition(".")[2] for name in transfer.options}
+        if transfer.capacity_bytes is not None or "capacity_bytes" in options:
+            return OwnStore()
+    if not set(settings.connectors) <= set(CONNECTORS):
+        return OwnStore()
     try:
         free, in_memory = shutil.disk_usage(folder).free, _is_in_memory(folder)
     except OSError:
-        return None
+        return OwnStore()
     if in_memory:
-        given = None if settings.on_gpus else settings.kv_cache_bytes
-        free = min(free, available - (given or 0) * settings.num_planned)
-    return StoreSize(max(_MIN_BYTES, min(_MAX_BYTES, free // _SHARE)), in_memory)
-
-
-def _given(settings: StackSettings) -> TransferSection | None:
-    """What the instances' own flags, their settings file and the environment say; None: nothing."""
-    if not settings.instance_args and not any(name.upper().startswith("TANDEM_TRANSFER__") for name in os.environ):
-        return None
-    from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
-
-    return instance_settings(settings.instance_args).transfer
-
-
-def _has_size(settings: StackSettings) -> bool:
-    """Whether the instances get a size from elsewhere."""
-    if (given := _given(settings)) is None:
-        return False
-    options = {name.rpartition(".")[2] for name in given.options}
-    return given.capacity_bytes is not None or "capacity_bytes" in options
+        kv_bytes = None if settings.on_gpus else settings.kv_cache_bytes
+        free = min(free, available - (kv_bytes or 0) * settings.num_planned)
+    return OwnStore(max(_MIN_BYTES, min(_MAX_BYTES, free // _SHARE)), in_memory)
 
 
 def _is_in_memory(folder: Path) -> bool:

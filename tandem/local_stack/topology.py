@@ -26,9 +26,10 @@ from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
 from tandem.local_stack.addresses import bind_once
 from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
+from tandem.local_stack.instance_flags import instance_settings
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.store_size import has_store, store_size
+from tandem.local_stack.store_size import own_store
 from tandem.local_stack.vllm import num_workers, vllm_args
 
 _PORTS = range(20_000, 32_000)
@@ -210,10 +211,9 @@ class Topology:
         self.stack_address = f"unix:{quote(os.fsencode(folder / 'stack.sock'))}"  # gRPC decodes it
         """Of the StackServer, for the routers."""
         available = available_bytes()
-        self._has_store = has_store(settings)
-        self._store = store_size(settings, folder, available)
+        self._store = own_store(settings, folder, available)
         if self._store is not None and self._store.in_memory:
-            available -= self._store.num_bytes
+            available -= self._store.num_bytes or 0
         self.kv_cache_bytes = _kv_cache_bytes(settings, available)
         """Of each instance; None if the settings give a number of blocks."""
         shares = share_cores(physical_cores(usable_cores()), settings.num_planned, settings.pin)
@@ -311,7 +311,7 @@ class Topology:
         connectors = set(settings.connectors)
         return {
             "--kv-connector": settings.connector,
-            "--kv-folder": self._folder / "store" if self._has_store else None,
+            "--kv-folder": None if self._store is None else self._folder / "store",
             "--kv-capacity-bytes": None if self._store is None else self._store.num_bytes,
             "--kv-secret-file": self._folder / "kv_secret" if connectors & set(CONNECTORS) else None,
             "--kv-url": settings.kv_url,
@@ -395,8 +395,6 @@ class LocalProcesses:
     @cached_property
     def drain_s(self) -> float:
         """How long an instance that leaves may take to finish its requests. Raises ValueError for invalid flags."""
-        from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
-
         server = instance_settings(self._instance_args).server
         return server.drain_accept_s + server.drain_grace_s
 

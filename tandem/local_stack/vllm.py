@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.imports import child_environment
+from tandem.local_stack.instance_flags import instance_settings
 
 _WORKER_COUNTS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 """Of vLLM's arguments: an instance has a worker, on a GPU of its own, for each of their product."""
@@ -47,8 +48,6 @@ def check_vllm(python: str) -> tuple[str, ...] | None:
 
 def vllm_args(flags: Sequence[str]) -> Mapping[str, Any]:
     """Further arguments of vLLM that instances with these flags get. Raises ValueError."""
-    from tandem.local_stack.instance_flags import instance_settings  # late: it takes half a second
-
     return instance_settings(flags).engine.vllm_args
 
 

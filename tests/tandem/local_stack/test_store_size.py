@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.store_size import store_size
+from tandem.local_stack.store_size import own_store
 from tandem.local_stack.topology import Topology
 
 GIB = 1 << 30
@@ -121,6 +121,6 @@ def test_a_size_alone_leaves_the_stacks_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_mounted_says_whether_a_folder_is_in_memory() -> None:
-    size = store_size(settings(), Path("/dev/shm"), 40 * GIB)
+    size = own_store(settings(), Path("/dev/shm"), 40 * GIB)
     assert size is not None
     assert size.in_memory
