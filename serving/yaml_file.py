@@ -60,7 +60,11 @@ class UniqueKeyLoader(UniqueKeys, yaml.SafeLoader):
 def parse_yaml(text: str) -> Any:
     """The document. Raises ValueError, which says what is wrong and where."""
     try:
-        return yaml.load(text, UniqueKeyLoader)  # noqa: S506  it is a SafeLoader
+        loader = UniqueKeyLoader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except DuplicateKeyError:
         raise
     except (yaml.YAMLError, ValueError) as error:
