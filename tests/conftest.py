@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import psutil
@@ -25,6 +25,9 @@ from tests.bytecode import compile_kernels, compile_modules
 from tests.engine_under_test import DEVICE, PATIENCE, expected_exceptions, run_cores_on_the_device
 from tests.process_logs import LOGS, ProcessLogs
 from tests.units import UnitScheduling, in_order, unit_of
+
+if TYPE_CHECKING:
+    from tandem.local_stack.pki import StackCa
 
 # Before torch is imported: on tiny models a second thread only spins, and other tests' processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -118,6 +121,14 @@ def pytest_timeout_set_timer() -> Iterator[None]:
     if callable(raise_timeout):
         signal.signal(signal.SIGALRM, stop)
     return result
+
+
+@pytest.fixture(scope="module")
+def authority() -> StackCa:
+    """Issues the certificates of a module's tests."""
+    from tandem.local_stack.pki import StackCa  # late: few modules need it
+
+    return StackCa()
 
 
 @pytest.fixture

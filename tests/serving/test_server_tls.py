@@ -35,11 +35,6 @@ from tests.waiting import until
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def authority() -> StackCa:
-    return StackCa()
-
-
 class Secured:
     """Servers with TLS and channels to them, ended with the test."""
 

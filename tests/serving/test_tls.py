@@ -20,11 +20,6 @@ from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of, long_ago, replace
 
 
-@pytest.fixture(scope="module")
-def authority() -> StackCa:
-    return StackCa()
-
-
 @pytest.fixture
 def files(tmp_path: Path, authority: StackCa) -> Files:
     return files_of(tmp_path, "service", authority)

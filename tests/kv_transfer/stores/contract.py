@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import socket
 
 import pytest
 
@@ -23,6 +24,15 @@ def key_of(number: int, *, transfer: str = "") -> PageKey:
 def read(store: BlockStore, key: PageKey, num_bytes: int = len(PAGE)) -> tuple[bytes, bytes] | None:
     header, page = bytearray(len(HEADER)), bytearray(num_bytes)
     return (bytes(header), bytes(page)) if store.get_into(key, (header, page), lambda: None) else None
+
+
+def check_keepalive(connection: socket.socket) -> None:
+    """Of an idle connection to a store."""
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle_s, interval_s, num_probes = [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    assert idle_s <= 60, "clouds forget a connection after some minutes"
+    assert idle_s + interval_s * num_probes <= 120, "a connection that was lost is closed before it is used"
 
 
 def check_contract(store: BlockStore) -> None:

@@ -111,11 +111,6 @@ def serving(files: Files | None, *, require_client_cert: bool = False) -> Iterat
         thread.join(HANG_S)
 
 
-@pytest.fixture(scope="module")
-def authority() -> StackCa:
-    return StackCa()
-
-
 @pytest.fixture
 def server_files(tmp_path: Path, authority: StackCa) -> Files:
     return files_of(tmp_path, "router", authority)

@@ -17,11 +17,6 @@ from tests.kv_transfer.stores.contract import HEADER, PAGE, key_of, read
 from tests.kv_transfer.stores.redis.redis_server import RedisServer, make_certificate, options_of, redis_server
 
 
-@pytest.fixture(scope="module")
-def authority() -> StackCa:
-    return StackCa()
-
-
 @pytest.fixture
 def files(tmp_path: Path, authority: StackCa) -> Files:
     return files_of(tmp_path, "client", authority)

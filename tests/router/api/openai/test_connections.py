@@ -20,6 +20,9 @@ from tests.router.rig import SHORT, slow
 from tests.waiting import until
 
 CLOSE = b"Connection: close\r\n"
+EACH_BEHIND = pytest.mark.parametrize(
+    "behind", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["CRLF", "request"]
+)
 _BODY = b"x" * (1 << 20)
 
 
@@ -112,7 +115,7 @@ async def test_a_body_that_does_not_arrive_leaves_an_early_error_as_it_was(run_h
 
 
 @pytest.mark.parametrize("head", [post() + CLOSE, post(version="1.0")], ids=["close", "1.0"])
-@pytest.mark.parametrize("behind", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["CRLF", "request"])
+@EACH_BEHIND
 async def test_bytes_behind_a_connections_last_request_are_ignored(
     run_http: RunHttp, head: bytes, behind: bytes
 ) -> None:
@@ -130,7 +133,7 @@ async def test_bytes_behind_a_connections_last_request_are_ignored(
         writer.close()
 
 
-@pytest.mark.parametrize("behind", [b"\r\n", b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["CRLF", "request"])
+@EACH_BEHIND
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnect_behind_further_bytes_ends_its_request(
     run_http: RunHttp, stream: bool, behind: bytes
