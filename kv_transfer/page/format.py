@@ -1,6 +1,6 @@
 """The page format, and where a KV page is checked: `check_header` compares the header, `check_payload` the digest; both
-are called by stores/page_io.py before a page is used. A page is a fixed header, then one KV block as it is in memory:
-the same bytes in a file, Redis and LMCache.
+are called by `PageIO._read` in stores/page_io.py before a page is used. A page is a fixed header, then one KV block as
+it is in memory: the same bytes in a file, Redis and LMCache.
 
     offset size  field
          0    8  magic "TNDMKV1\\0"
@@ -16,7 +16,8 @@ the same bytes in a file, Redis and LMCache.
 
 Little-endian. The reader computes what every field except writer epoch, digest and CRC must be, and compares
 before it reads the payload. Any difference is a PageError: a miss that is counted and recomputed, never a wrong token.
-Pages that NIXL reads from memory have no header; kv_transfer/nixl/connector.py compares their digest.
+Pages that NIXL reads from memory have no header; `NixlConnector._verify` in kv_transfer/nixl/connector.py
+compares their digest.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Before the first token a request is retried, afterwards it is resumed from the emitted tokens. Both go to another
 instance, and only if the failure was not the request's own. The loop over attempts is `Dispatcher._run_attempts` in
-router/dispatch/dispatcher.py.
+router/dispatch/dispatcher.py, and what follows a failure `Dispatcher._after_failure`.
 """
 
 from __future__ import annotations
