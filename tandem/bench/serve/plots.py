@@ -171,11 +171,15 @@ def _placed(points: Iterable[Point]) -> list[tuple[float, Report]]:
 
 
 def _titled(figure: Figure, title: str) -> Figure:
-    """With one legend for all panels, below them, where it hides no curve."""
+    """With one legend for all panels, below them, where it hides no curve, in as many columns as there is room for, four
+    at most."""
     figure.suptitle(title, fontsize="medium")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize="small")
+    for ncols in (4, 3, 2, 1) if handles else ():
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=ncols, fontsize="small")
+        if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
     return figure
 
 

@@ -264,3 +264,13 @@ def test_png_is_a_picture_of_the_requested_size(tmp_path: Path) -> None:
         path.write_bytes(plots.png(figure))
         width, height = figure.get_size_inches()
         assert imread(path).shape[:2] == (pytest.approx(120 * height, abs=1), pytest.approx(120 * width, abs=1))
+
+
+@pytest.mark.parametrize("length", [5, 20, 45])
+def test_the_legend_has_room(length: int) -> None:
+    """Names of any length, beside each other or below each other."""
+    sweeps = {f"{index}" * length: sweep(0.1) for index in range(5)}
+    figure = plots.goodput_over_rate(sweeps)
+    figure.canvas.draw()
+    [legend] = figure.legends
+    assert legend.get_window_extent().x0 >= 0
