@@ -171,8 +171,8 @@ def _placed(points: Iterable[Point]) -> list[tuple[float, Report]]:
 
 
 def _titled(figure: Figure, title: str) -> Figure:
-    """With one legend for all panels, below them, where it hides no curve, in as many columns as there is room for, four
-    at most."""
+    """With one legend for all panels, below them, where it hides no curve, in as many columns as fit, up to
+    four."""
     figure.suptitle(title, fontsize="medium")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     for ncols in (4, 3, 2, 1) if handles else ():
