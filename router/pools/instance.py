@@ -1,6 +1,7 @@
 """One instance of a pool: its identity, its load, and whether it may be picked.
 
 connecting ──info, first report──▶ ready ⇄ draining | wedged ──stream broken or silent──▶ lost ──▶ connecting
+    connecting ──silent, or failed otherwise than by a refused connection──▶ lost
     any of them ──its address has left the pool──▶ leaving ──its calls and its drain are over──▶ removed by the pool
 
 `watch` moves it through these states until it is cancelled; there is one task per instance. An instance that is lost or
@@ -33,7 +34,7 @@ from serving.broadcast import Broadcast
 _log = logging.getLogger(__name__)
 
 State = Literal["ready", "draining", "leaving", "wedged", "lost", "foreign", "connecting"]
-"""foreign: what answers at the address does not belong to the pool."""
+"""foreign: what answers at the address does not belong to the pool. connecting: nothing has listened there yet."""
 STATES: tuple[State, ...] = get_args(State)
 """What still works comes first."""
 ENDING: frozenset[State] = frozenset({"draining", "leaving"})
@@ -267,6 +268,8 @@ class UpstreamInstance:
                 reason = await self._connect()
             except grpc.aio.AioRpcError as error:
                 reason, is_silence = _failure_text(error), _is_silence(error)
+                if self.info is None and _is_refused(error):
+                    state = "connecting"
             except TimeoutError:
                 reason, is_silence = self._silence, True
             except _UnexpectedInstance as error:
@@ -400,11 +403,16 @@ class UpstreamInstance:
 
 def _failure_text(error: grpc.aio.AioRpcError) -> str:
     """Why a connection to an instance could not be made, or broke."""
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in (error.details() or ""):
+    if _is_refused(error):
         return "starting: nothing listens at its address yet"
     if _is_silence(error):
         return "nothing answers at its address"
     return f"its load stream failed: {error.code().name}"
+
+
+def _is_refused(error: grpc.aio.AioRpcError) -> bool:
+    """Whether nothing listens at the address."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" in (error.details() or "")
 
 
 def _is_silence(error: grpc.aio.AioRpcError) -> bool:

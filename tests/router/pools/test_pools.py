@@ -248,6 +248,7 @@ async def test_an_instance_that_starts_or_is_restarted_is_reported_as_starting(r
         [instance] = rig.app.pools.decode.instances
         await rig.decode[0].kill()
         await until(lambda: (instance.out or "").startswith("starting"))
+        assert instance.state == "lost"
         await rig.decode[0].restart()
         await rig.until_ready()
         with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -255,6 +256,7 @@ async def test_an_instance_that_starts_or_is_restarted_is_reported_as_starting(r
         async with beside(rig, decode=f"{rig.decode[0].address},{address}") as second:
             new = next(one for one in second.app.pools.decode.instances if one.address == address)
             await until(lambda: (new.out or "").startswith("starting"))
+            assert new.state == "connecting", "a process that has never answered is not lost"
 
 
 async def test_an_instance_at_two_addresses_counts_once_to_its_end(run: Run) -> None:
