@@ -201,7 +201,13 @@ def _nixl(reads: KVReads, num_expired: int) -> Iterator[Metric]:
             reads.post_seconds,
         ),
         ("bytes_transferred", "Bytes of a read.", READ_BUCKETS_BYTES, reads.by_bytes, reads.num_bytes),
-        ("num_descriptors", "Pages of a read.", READ_BUCKETS_DESCRIPTORS, reads.by_descriptors, reads.num_descriptors),
+        (
+            "num_descriptors",
+            "Descriptors of a read: its pages times the arrays that hold them.",
+            READ_BUCKETS_DESCRIPTORS,
+            reads.by_descriptors,
+            reads.num_descriptors,
+        ),
     ):
         yield HistogramMetricFamily(f"vllm:nixl_{name}", documentation, cumulative(bounds, counts), total)
     yield counter("vllm:nixl_num_failed_transfers", "Failed reads.", reads.num_failed)
