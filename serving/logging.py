@@ -91,6 +91,7 @@ class Timeline:
 _MAX_VALUE_CHARS = 8192
 _MAX_WARNINGS = 1000  # remembered by one Repeats
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_VALUES = re.compile(r"'[^']*'|[0-9]+")
 _request_id: ContextVar[str | None] = ContextVar("tandem_request_id", default=None)
 
 _SECRET_NAMES = frozenset({"authorization", "api_key", "credentials", "password", "secret", "access_token"})
@@ -142,6 +143,11 @@ class Repeats:
             del self._seen_at_s[next(iter(self._seen_at_s))]
         self._seen_at_s[warning] = now_s
         return now_s - seen_at_s <= self._within_s
+
+
+def without_values(text: str) -> str:
+    """`text` without its numbers and quoted parts, so that texts that differ in those alone are equal."""
+    return _VALUES.sub("", text)
 
 
 def escaped(text: str, *, keep_newlines: bool = False) -> str:

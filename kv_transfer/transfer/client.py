@@ -25,6 +25,7 @@ from engine.identity import ModelIdentity
 from protos.tandem.v1 import common_pb2
 from protos.tandem.v1 import kv_transfer_pb2 as pb
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
+from serving.errors import without_request_id
 
 MIN_PROTOCOL_VERSION = 1
 MAX_PROTOCOL_VERSION = 1
@@ -123,12 +124,13 @@ class _TransferClient:
             await call.write(self._open(identity))
             return await self._read_stream(call), False
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}", error.code() is grpc.StatusCode.UNAVAILABLE
+            code, details = error.code(), error.details()
         except asyncio.InvalidStateError:  # written to a stream that has ended; its status has the reason
-            code = await call.code()
-            return f"{code.name}: {await call.details()}", code is grpc.StatusCode.UNAVAILABLE
+            code, details = await call.code(), await call.details()
         finally:
             call.cancel()
+        # The request's id is the producer's own for this call, another one each time.
+        return f"{code.name}: {without_request_id(details or '')}", code is grpc.StatusCode.UNAVAILABLE
 
     async def _read_stream(self, call: _Call) -> str | None:
         """Read and renew until the core has loaded, the stream ends, or the producer is silent for too long."""

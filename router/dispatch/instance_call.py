@@ -46,7 +46,7 @@ from router.resilience.retry import CallFailed, Death, FailureKind
 from serving import tracing
 from serving.errors import Crashed, DeadlineExceeded, InternalError, Overloaded, Unavailable, from_rpc_error
 from serving.interceptor import REQUEST_ID_KEY
-from serving.logging import Repeats, RequestEvent
+from serving.logging import Repeats, RequestEvent, without_values
 
 _log = logging.getLogger(__name__)
 _repeats = Repeats()
@@ -390,7 +390,7 @@ class DecodeCall(InstanceCall):
             elif event == "loaded":
                 self.trace.event(RequestEvent.KV_LOADED)
                 loaded = message.loaded
-                if loaded.num_recomputed_blocks and not _repeats.is_repeat((self.key, loaded.reason)):
+                if loaded.num_recomputed_blocks and not _repeats.is_repeat((self.key, without_values(loaded.reason))):
                     _log.warning("%d blocks recomputed: %s", loaded.num_recomputed_blocks, loaded.reason)
         raise self._broken("ended without a finish")
 

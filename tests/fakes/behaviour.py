@@ -27,6 +27,8 @@ class Behaviour:
     """Taken by every token, one each; None: no token waits for one."""
     load_s: float = 0.0
     """Between the transfer's completion and Loaded."""
+    recomputes: str = ""
+    """Why it reports a recomputed block of every hand-over; {} is the transfer's id. Empty: it reports none."""
     reserve_s: float = 0.0
     linger_s: float = 0.0
     """Between the first token of a prefill and the end of its call."""

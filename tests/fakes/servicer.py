@@ -152,9 +152,10 @@ class Servicer(
                     finally:
                         loading.cancel()
                     instance.record("loaded" if loaded else "recomputed", wanted.request_id)
-                    num_recomputed = int(not loaded)
+                    reason = instance.behaviour.recomputes.format(start.transfer.transfer_id)
+                    num_recomputed = int(not loaded or bool(reason))
                     yield decode_pb2.DecodeResponse(
-                        loaded=decode_pb2.DecodeLoaded(num_recomputed_blocks=num_recomputed)
+                        loaded=decode_pb2.DecodeLoaded(num_recomputed_blocks=num_recomputed, reason=reason)
                     )
                 async for chunk in instance.tokens(wanted, emitted, hand_over=False):
                     done = chunk.HasField("finish")

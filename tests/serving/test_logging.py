@@ -13,7 +13,16 @@ from collections.abc import Iterator
 import pytest
 
 from serving import tracing
-from serving.logging import LogSettings, Repeats, RequestEvent, Timeline, configure, log_event, set_request_id
+from serving.logging import (
+    LogSettings,
+    Repeats,
+    RequestEvent,
+    Timeline,
+    configure,
+    log_event,
+    set_request_id,
+    without_values,
+)
 
 log = logging.getLogger("tests.logging")
 
@@ -148,6 +157,18 @@ def test_equal_warnings_in_a_row_are_repeats_until_they_pause() -> None:
     assert [repeats.is_repeat(warning) for warning in ("a", "a", "b", "a", "b")] == [False, True, False, True, True]
     pausing = Repeats(within_s=-1.0)
     assert [pausing.is_repeat("a") for _ in range(2)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("only 3 of 17 pages came in time", "only 12 of 40 pages came in time", True),
+        ("transfer '3f0c-a' was expired", "transfer '91' was expired", True),
+        ("transfer '3f0c-a' was expired", "transfer '3f0c-a' was released", False),
+    ],
+)
+def test_texts_that_differ_in_values_alone_are_equal_without_them(one: str, other: str, is_same: bool) -> None:
+    assert (without_values(one) == without_values(other)) is is_same
 
 
 def test_a_bounded_number_of_warnings_is_remembered() -> None:

@@ -92,6 +92,21 @@ async def test_both_calls_name_one_transfer_and_it_is_released(run: Run) -> None
         assert not prefill.recorded("released by router")
 
 
+async def test_blocks_that_are_recomputed_for_one_cause_are_one_warning(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    behaviour, late = Behaviour(), "NOT_FOUND: no transfer '{}' within 30 s"
+    async with run(decode=[FakeInstance("decode", behaviour=behaviour)], disaggregation={"mode": "always"}) as rig:
+        for reason in (late, "only 3 of 17 pages came in time", late, "only 12 of 40 pages came in time"):
+            behaviour.recomputes = reason
+            await rig.generate()
+        transfer_id = rig.decode[0].recorded("decode")[0].transfer_id
+    logged = [record.getMessage() for record in caplog.records if "recomputed" in record.getMessage()]
+    assert logged == [
+        f"1 blocks recomputed: {reason}" for reason in (late.format(transfer_id), "only 3 of 17 pages came in time")
+    ]
+
+
 async def test_a_prefill_call_that_does_not_end_delays_nothing(run: Run) -> None:
     async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(linger_s=60.0))]) as rig:
         assert (await rig.generate()).is_exactly(12)
