@@ -166,16 +166,22 @@ class InstanceChanges:
     def update(self, now: pools_pb2.ListPoolsResponse) -> None:
         for one in now.instances:
             name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
-            if one.address not in self._out and one.out:
+            before = self._out.get(one.address)
+            if before is None and one.out:
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
-            elif self._out.get(one.address) == LEFT:
+            elif before == LEFT and one.out:  # it ends, or its address has come back and it is not ready yet
                 continue
-            elif one.out != self._out.get(one.address):
+            elif before is None or _without_digits(one.out) != _without_digits(before):
                 self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
             self._out[one.address] = one.out
         for address in self._out.keys() - {one.address for one in now.instances}:
             del self._out[address]
             self._echo(f"  {self._names[address]} is gone")
+
+
+def _without_digits(out: str) -> str:
+    """`out` without what an ejection counts down."""
+    return "".join(char for char in out if not char.isdigit())
 
 
 def _wait_resized(

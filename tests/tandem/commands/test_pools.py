@@ -112,17 +112,18 @@ def test_an_explanation_shows_the_pairs_while_two_versions_run() -> None:
     assert "pairs with" not in _pick_text(answer)
 
 
+def listed(*outs: str) -> pools_pb2.ListPoolsResponse:
+    """A decode pool of the instances i-0, i-1 and so on."""
+    instances = [
+        pools_pb2.PoolInstance(instance_id=f"i-{number}", address=f"h:{number}", role=instance_pb2.ROLE_DECODE, out=out)
+        for number, out in enumerate(outs)
+    ]
+    return pools_pb2.ListPoolsResponse(instances=instances)
+
+
 def test_of_an_instance_that_leaves_its_pool_only_the_end_is_shown() -> None:
     """Its process closes its port and its load stream before the router removes it."""
     assert pools.LEFT == LEFT
-
-    def listed(*outs: str) -> pools_pb2.ListPoolsResponse:
-        role = instance_pb2.ROLE_DECODE
-        shown = [
-            pools_pb2.PoolInstance(instance_id=f"i-{number}", address=f"h:{number}", role=role, out=out)
-            for number, out in enumerate(outs)
-        ]
-        return pools_pb2.ListPoolsResponse(instances=shown)
 
     lines: list[str] = []
     changes = pools.InstanceChanges(listed("", ""), lines.append)
@@ -130,6 +131,25 @@ def test_of_an_instance_that_leaves_its_pool_only_the_end_is_shown() -> None:
         changes.update(listed(*outs))
     changes.update(pools_pb2.ListPoolsResponse(instances=listed("", "").instances[1:]))
     assert lines == [f"  i-0 is out: {LEFT}", "  i-1 is out: lost", "  i-1 is ready", "  i-0 is gone"]
+
+
+@pytest.mark.parametrize("first", ["", LEFT])
+def test_an_instance_that_comes_back_to_its_pool_is_shown_again(first: str) -> None:
+    lines: list[str] = []
+    changes = pools.InstanceChanges(listed(first), lines.append)
+    for out in (LEFT, "connecting", "", "draining", "", LEFT):
+        changes.update(listed(out))
+    known = [] if first else [f"  i-0 is out: {LEFT}"]
+    shown = ["is ready", "is out: draining", "is ready", f"is out: {LEFT}"]
+    assert lines == known + [f"  i-0 {one}" for one in shown]
+
+
+def test_an_ejection_is_shown_once_while_it_counts_down() -> None:
+    lines: list[str] = []
+    changes = pools.InstanceChanges(listed(""), lines.append)
+    for out in ("ejected for 30 s more", "ejected for 29 s more", "ejected for 9 s more", "", "ejected for 60 s more"):
+        changes.update(listed(out))
+    assert lines == ["  i-0 is out: ejected for 30 s more", "  i-0 is ready", "  i-0 is out: ejected for 60 s more"]
 
 
 def test_a_drain_begins_and_shows(stack: Background) -> None:
