@@ -129,7 +129,10 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Runs on any thread. Raises TimeoutError if the event loop does not answer."""
         reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
-        instances, num_rejected = reading.result(_LOOP_TIMEOUT_S)
+        try:
+            instances, num_rejected = reading.result(_LOOP_TIMEOUT_S)
+        except TimeoutError:
+            raise TimeoutError(f"the event loop has not answered for {_LOOP_TIMEOUT_S:g} s") from None
         yield InfoMetricFamily("tandem_router", "What this router serves.", {"model": self.model})
         yield from _requests(self.metrics)
         yield from _latencies(self.metrics)

@@ -8,13 +8,14 @@ so it may only read what is safe to read while the event loop writes: numbers, a
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -24,10 +25,11 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from serving.histogram import Histogram
+from serving.logging import Repeats, without_values
 from serving.settings import Address, Section, format_address, parse_address, setting
 
 if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 _MAX_SCRAPES = 8
 _READ_TIMEOUT_S = 5.0
@@ -91,7 +93,7 @@ class MetricsServer:
             self._server = _BoundedServer(*parse_address(self._listen))
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._listen}: {error}") from error
-        self._server.set_app(_app(self.registry))
+        self._server.set_app(_App(self.registry))
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True, name="metrics").start()
         _log.info("metrics at http://%s/metrics", self.address)
 
@@ -110,21 +112,38 @@ class MetricsServer:
             server.server_close()
 
 
-def _app(registry: CollectorRegistry) -> WSGIApplication:
-    """prometheus_client's, which lacks HEAD."""
-    get: Any = make_wsgi_app(registry)
+class _App:
+    """prometheus_client's, which lacks HEAD and leaves an error of a collector to wsgiref, as a traceback on stderr."""
 
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] != "HEAD":
-            content: Iterable[bytes] = get(environ, start_response)
-            return content
-        begun: list[tuple[str, list[tuple[str, str]]]] = []
-        body = b"".join(get({**environ, "REQUEST_METHOD": "GET"}, lambda *head: begun.append(head)))
-        [(status, headers)] = begun
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._get: Any = make_wsgi_app(registry)
+        self._failures, self._lock = Repeats(), threading.Lock()
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        is_head = environ["REQUEST_METHOD"] == "HEAD"
+        status, headers, body = self._answer({**environ, "REQUEST_METHOD": "GET"} if is_head else environ)
         start_response(status, [*headers, ("Content-Length", str(len(body)))])
-        return []
+        return [] if is_head else [body]
 
-    return app
+    def _answer(self, environ: WSGIEnvironment) -> tuple[str, list[tuple[str, str]], bytes]:
+        """Status, headers and body; a 500 where a collector has failed."""
+        begun: list[tuple[str, list[tuple[str, str]]]] = []
+        try:
+            body = b"".join(self._get(environ, lambda *head: begun.append(head)))
+        except Exception as error:
+            self._log(error)
+            headers = [("Content-Type", "text/plain; charset=utf-8")]
+            return "500 Internal Server Error", headers, b"no metrics: see the log of this process\n"
+        [(status, headers)] = begun
+        return status, headers, body
+
+    def _log(self, error: Exception) -> None:
+        """A warning, once for all scrapes in a row that fail alike; with a traceback unless it is a mere delay."""
+        text = f"{type(error).__name__}: {error}"
+        with self._lock:
+            is_repeat = self._failures.is_repeat(without_values(text))
+        if not is_repeat:
+            _log.warning("a scrape of the metrics failed: %s", text, exc_info=not isinstance(error, TimeoutError))
 
 
 class _BoundedServer(ThreadingWSGIServer):
@@ -168,3 +187,6 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         pass  # scrapes are not logged
+
+    def get_stderr(self) -> TextIO:
+        return io.StringIO()  # dropped: wsgiref's traceback of a client that does not read its answer

@@ -317,7 +317,9 @@ async def test_a_taken_port_keeps_a_router_from_starting(model: ServedModel, mod
         await app.stop()
 
 
-async def test_a_router_whose_event_loop_is_blocked_reports_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_whose_event_loop_is_blocked_reports_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("router.metrics._LOOP_TIMEOUT_S", 0.1)
     async with run(metrics=METRICS) as rig:
         assert rig.app.metrics_address is not None
@@ -325,6 +327,9 @@ async def test_a_router_whose_event_loop_is_blocked_reports_nothing(run: Run, mo
         time.sleep(1.0)
         with pytest.raises(urllib.error.HTTPError):
             await scraping
+    [failed] = [record for record in caplog.records if "scrape" in record.getMessage()]
+    assert failed.getMessage().endswith("TimeoutError: the event loop has not answered for 0.1 s")
+    assert (failed.exc_info or None, capsys.readouterr().err) == (None, "")
 
 
 def test_a_token_costs_the_metrics_nothing() -> None:
