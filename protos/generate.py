@@ -2,8 +2,9 @@
 
 The protos' packages are `tandem.v1` and those of vLLM, KEDA and Envoy, and buf's module root is this folder, so
 protoc writes `from tandem.v1 import …`. The repository has a package called `tandem` of its own, which a stub must
-never need: those imports are rewritten to `protos.tandem.v1`, and the others' alike. Nothing else of protoc's output is
-touched; the names in the descriptor pool stay `tandem/v1/…`.
+never need: those imports are rewritten to `protos.tandem.v1`, and the others' alike. Left out are each service's class
+for calls without a channel, which gRPC calls experimental, and the `_grpc` stubs of a proto without services. Nothing
+else of protoc's output is touched; the names in the descriptor pool stay `tandem/v1/…`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ _REWRITES = (
     (re.compile(rf"^(\s*import )({_NAMES})\b", re.MULTILINE), r"\1protos.\2"),
     (re.compile(rf"(?<![\w./'\"])({_NAMES})\.(\w+_pb2)\b"), r"protos.\1.\2"),
 )
+_EXPERIMENTAL = re.compile(
+    r"\n\n\n # This class is part of an EXPERIMENTAL API\.\nclass .*?(?=\n\n\nclass |\n\Z)", re.DOTALL
+)
+"""A service's class for calls without a channel, and the empty lines above it."""
 
 
 def rewritten(source: str) -> str:
-    """`source` with every import of the stubs' package moved below `protos`."""
+    """`source` with every import of the stubs' package moved below `protos`, and without the experimental classes."""
     for pattern, replacement in _REWRITES:
         source = pattern.sub(replacement, source)
-    return source
+    return _EXPERIMENTAL.sub("", source)
 
 
 def generate(target: Path) -> None:
@@ -59,7 +64,11 @@ def generate(target: Path) -> None:
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed")
     for path in stubs(target):
-        path.write_text(rewritten(path.read_text()))
+        source = rewritten(path.read_text())
+        if "_pb2_grpc." in path.name and "\nclass " not in source:
+            path.unlink()
+        else:
+            path.write_text(source)
 
 
 def stubs(root: Path) -> list[Path]:

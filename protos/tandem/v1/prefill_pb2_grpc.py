@@ -72,36 +72,3 @@ def add_PrefillServiceServicer_to_server(servicer, server):
             'tandem.v1.PrefillService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('tandem.v1.PrefillService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class PrefillService(object):
-    """Computes prompts and offers their KV.
-    """
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/tandem.v1.PrefillService/Prefill',
-            tandem_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            tandem_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

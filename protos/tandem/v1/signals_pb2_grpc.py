@@ -66,36 +66,3 @@ def add_SignalsServiceServicer_to_server(servicer, server):
             'tandem.v1.SignalsService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('tandem.v1.SignalsService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class SignalsService(object):
-    """Offered by every router, on the listener of its signals.
-    """
-
-    @staticmethod
-    def GetSignals(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.SignalsService/GetSignals',
-            tandem_dot_v1_dot_signals__pb2.GetSignalsRequest.SerializeToString,
-            tandem_dot_v1_dot_signals__pb2.GetSignalsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

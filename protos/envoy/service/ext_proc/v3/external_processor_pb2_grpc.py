@@ -67,36 +67,3 @@ def add_ExternalProcessorServicer_to_server(servicer, server):
             'envoy.service.ext_proc.v3.ExternalProcessor', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('envoy.service.ext_proc.v3.ExternalProcessor', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class ExternalProcessor(object):
-    """Offered by a router on `endpoint_picker.listen`: which router a Gateway sends a request to.
-    """
-
-    @staticmethod
-    def Process(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/envoy.service.ext_proc.v3.ExternalProcessor/Process',
-            envoy_dot_service_dot_ext__proc_dot_v3_dot_external__processor__pb2.ProcessingRequest.SerializeToString,
-            envoy_dot_service_dot_ext__proc_dot_v3_dot_external__processor__pb2.ProcessingResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
