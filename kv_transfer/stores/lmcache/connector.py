@@ -1,7 +1,7 @@
 """The connector over LMCache: fleets that run LMCache keep pages there, in Tandem's own page format.
 
     backend   place                                                        needs
-    disk      fs_native's files in a folder (lmcache/disk.py)              path
+    disk      fs_native's files in a folder (LMCacheDisk)                  path
     server    an `lmcache server` with Tandem's module (lmcache/server.py) url tcp://
 
 An instance needs no LMCache. Redis is the redis connector's: LMCache would add a copy and two threads to every page.
@@ -9,13 +9,15 @@ An instance needs no LMCache. Redis is the redis connector's: LMCache would add 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.errors import EngineError, shown
+from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
-from kv_transfer.stores.lmcache.disk import LMCacheDisk
+from kv_transfer.stores.files import SharedStorage
+from kv_transfer.stores.lmcache.names import ObjectName
 from kv_transfer.stores.lmcache.server import LMCacheServer
 from kv_transfer.transfer.connector import parse_options
 
@@ -78,6 +80,25 @@ class LMCacheOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fie
         raise EngineError(f"the lmcache connector needs the place of its pages; give one of {examples}")
 
 
+class LMCacheDisk(SharedStorage):
+    """Pages as files of LMCache's fs_native: the same that an `lmcache server` with that adapter reads and writes.
+
+        <path>/v1/pages/<model>@0x00000000@0@<hash>.data                                  full blocks
+        <path>/v1/transfers/<SHA-256 of transfer>/<model>@0x00000000@0@<hash>@<salt>.data tails, removed by their owner
+
+    Only the names are LMCache's. Its client is not used: it cannot cancel a read or write, reports a file that is too
+    long as a hit, hangs on a FIFO, and leaves a file that is there (a torn one, a link) unchanged when it should write.
+    LMCache's cap (`max_capacity_gb`) counts what one process has written since its start; the sweeper counts the
+    folder. Implements kv_transfer.stores.base.BlockStore.
+    """
+
+    name = "lmcache"
+
+    def _place(self, key: PageKey) -> tuple[Sequence[str], str]:
+        folders = ("v1", "transfers", key.scope.hex()) if key.scope else ("v1", "pages")
+        return folders, ObjectName.of(key).file_name
+
+
 class LMCacheConnector(StoreConnector):
     """Pages outlive every instance. While LMCache is down, KV is computed."""
 
@@ -90,13 +111,7 @@ class LMCacheConnector(StoreConnector):
 def make_store(options: LMCacheOptions) -> BlockStore:
     """The store that the options describe. Raises EngineError."""
     if options.backend_name() == "server":
-        return LMCacheServer(
-            options.url,
-            connect_timeout_s=options.connect_timeout_s,
-            timeout_s=options.timeout_s,
-            min_bytes_per_s=options.min_bytes_per_s,
-            down_s=options.breaker_retry_s,
-        )
+        return LMCacheServer(options)
     return LMCacheDisk(
         options.path,
         capacity_bytes=options.capacity_bytes or 16 << 30,

@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -46,6 +47,9 @@ from kv_transfer.stores.base import (
 )
 from kv_transfer.stores.lmcache.names import ObjectName
 
+if TYPE_CHECKING:
+    from kv_transfer.stores.lmcache.connector import LMCacheOptions
+
 PROTOCOL_VERSION = 1
 MAX_VALUE_BYTES = 256 << 20
 OPERATION = "server_module_call"
@@ -62,26 +66,14 @@ class LMCacheServer:
 
     name = "lmcache"
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        connect_timeout_s: float = 0.25,
-        timeout_s: float = 1.0,
-        min_bytes_per_s: float = 50e6,
-        down_s: float = 2.0,
-    ) -> None:
-        matched = _URL.fullmatch(url)
+    def __init__(self, options: LMCacheOptions) -> None:
+        matched = _URL.fullmatch(options.url)
         if matched is None or not 0 < int(matched[2]) < 65536:
-            raise EngineError(f"lmcache url {shown(url)}: tcp://host:port of an `lmcache server` is expected")
-        self.url = url
-        self._connect_timeout_s = connect_timeout_s
-        self._timeout_s = timeout_s
-        self._min_bytes_per_s = min_bytes_per_s
-        self._down_s = down_s
+            raise EngineError(f"lmcache url {shown(options.url)}: tcp://host:port of an `lmcache server` is expected")
+        self._options = options
         self._context = zmq.Context(io_threads=1)
         self._idle: queue.LifoQueue[_Link] = queue.LifoQueue()
-        self._outages = OutageLog(f"lmcache server at {url}")
+        self._outages = OutageLog(f"lmcache server at {options.url}")
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         self._call(PUT, ObjectName.of(key), sum(map(len, buffers)), buffers)
@@ -107,7 +99,7 @@ class LMCacheServer:
             return False
 
     def delete(self, key: PageKey) -> None:
-        if self._outages.failed_within(self._down_s):
+        if self._outages.failed_within(self._options.breaker_retry_s):
             raise StoreError("down")  # removing tails must not hold up the end of an instance
         self._call(DELETE, ObjectName.of(key), 0)
 
@@ -124,7 +116,7 @@ class LMCacheServer:
         """The page that came with OK, empty where none belongs to the answer; None: missing."""
         if num_bytes > MAX_VALUE_BYTES:
             raise StoreError("too_large")
-        timeout_s = self._timeout_s + num_bytes / self._min_bytes_per_s
+        timeout_s = self._options.timeout_s + num_bytes / self._options.min_bytes_per_s
         head = Head(PROTOCOL_VERSION, name.model_name, name.chunk_hash, name.cache_salt, num_bytes, timeout_s)
         try:
             link = self._link()
@@ -150,7 +142,7 @@ class LMCacheServer:
             try:
                 link = self._idle.get_nowait()
             except queue.Empty:
-                return _Link(self._context, self.url, time.monotonic() + self._connect_timeout_s)
+                return _Link(self._context, self._options.url, time.monotonic() + self._options.connect_timeout_s)
             if link.is_good:
                 return link
             link.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import StoreError
+from kv_transfer.stores.lmcache.connector import LMCacheOptions
 from kv_transfer.stores.lmcache.server import LMCacheServer
 from tandem.local_stack.topology import free_ports
 from tests.waiting import freeze
@@ -73,7 +74,7 @@ class ServerProcess:
         with socket.socket() as sock:
             if sock.connect_ex(("127.0.0.1", self.port)):
                 return False
-        store = LMCacheServer(self.url)
+        store = LMCacheServer(LMCacheOptions(url=self.url))
         try:
             store.contains(PageKey(bytes(32), secrets.token_bytes(32)), 1)
         except StoreError:

@@ -11,8 +11,7 @@ from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
 from instance.config import TransferSection, _connector_config
-from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheOptions, make_store
-from kv_transfer.stores.lmcache.disk import LMCacheDisk
+from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheDisk, LMCacheOptions, make_store
 from kv_transfer.stores.lmcache.names import ObjectName
 from kv_transfer.stores.lmcache.server import LMCacheServer
 from serving.settings import SettingsError

@@ -19,6 +19,7 @@ from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import BadValue, StoreError
+from kv_transfer.stores.lmcache.connector import LMCacheOptions
 from kv_transfer.stores.lmcache.server import (
     GET,
     MAX_VALUE_BYTES,
@@ -59,7 +60,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, folder: Path) -> None:
     with nothing_leaks():
-        store = LMCacheServer(server.url, timeout_s=20.0)
+        store = LMCacheServer(LMCacheOptions(url=server.url, timeout_s=20.0))
         check_contract(store)
         check_many_threads(store)
         store.close()
@@ -68,7 +69,7 @@ def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, fold
 
 
 def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, folder: Path) -> None:
-    store = LMCacheServer(server.url, timeout_s=20.0)
+    store = LMCacheServer(LMCacheOptions(url=server.url, timeout_s=20.0))
     tail = key_of(3, transfer="../../etc/passwd")
     for key in (key_of(1), key_of(2), tail):
         store.put(key, (HEADER, PAGE))
@@ -90,7 +91,7 @@ def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, fol
         read(store, key_of(2))
     # STEP a page that its memory has no room for now is kept
     store.put(key_of(4), (HEADER, PAGE))
-    hasty = LMCacheServer(server.url, min_bytes_per_s=1e9)
+    hasty = LMCacheServer(LMCacheOptions(url=server.url, min_bytes_per_s=1e9))
     with contextlib.closing(hasty), pytest.raises(StoreError, match=r"late|timeout"):
         read(hasty, tail, MAX_VALUE_BYTES - len(HEADER))
     assert read(store, tail) == (HEADER, PAGE)
@@ -113,7 +114,7 @@ def test_tandem_bench_transfer_measures_a_server_and_leaves_no_page(server: Serv
 
 @pytest.mark.slow
 def test_memory_that_is_full_is_an_error_and_no_wait(server: ServerProcess) -> None:
-    store = LMCacheServer(server.url)
+    store = LMCacheServer(LMCacheOptions(url=server.url))
     big = bytes(64 << 20)
     keys = [key_of(number) for number in range(6)]
     reasons = []
@@ -135,9 +136,9 @@ def test_memory_that_is_full_is_an_error_and_no_wait(server: ServerProcess) -> N
 
 def test_frozen_server_is_one_time_out_for_all_requests(server: ServerProcess) -> None:
     timeout_s, num_threads = 3.0, 6
-    with contextlib.closing(LMCacheServer(server.url, timeout_s=10.0)) as patient:
+    with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, timeout_s=10.0))) as patient:
         patient.put(key_of(1), (HEADER, PAGE))
-    with contextlib.closing(LMCacheServer(server.url, timeout_s=timeout_s)) as store:
+    with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, timeout_s=timeout_s))) as store:
         server.freeze()
         reasons: list[str] = []
 
@@ -189,7 +190,7 @@ def _answered(call: Callable[[], bool]) -> bool:
 
 
 def test_no_request_fails_while_the_server_is_frozen(server: ServerProcess) -> None:
-    with LMCacheLoad(lambda: LMCacheServer(server.url, timeout_s=0.3)) as load:
+    with LMCacheLoad(lambda: LMCacheServer(LMCacheOptions(url=server.url, timeout_s=0.3))) as load:
         server.freeze()
         try:
             assert load.wait_for_breaker(5.0) <= 3.0
@@ -202,7 +203,7 @@ def test_no_request_fails_while_the_server_is_frozen(server: ServerProcess) -> N
 
 @pytest.mark.slow
 def test_no_request_fails_while_the_server_is_restarted(server: ServerProcess) -> None:
-    with LMCacheLoad(lambda: LMCacheServer(server.url)) as load:
+    with LMCacheLoad(lambda: LMCacheServer(LMCacheOptions(url=server.url))) as load:
         server.kill()
         assert load.wait_for_breaker(3.0) <= 1.0
         load.wait_for_miss(2.0)
@@ -255,7 +256,7 @@ def test_hand_over_between_two_engines_is_exact(
 def test_idle_links_are_probed_before_a_nat_forgets_them() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
         port = listener.bind_to_random_port("tcp://127.0.0.1")
-        store = LMCacheServer(f"tcp://127.0.0.1:{port}", connect_timeout_s=20.0)
+        store = LMCacheServer(LMCacheOptions(url=f"tcp://127.0.0.1:{port}", connect_timeout_s=20.0))
         link = store._link()
         connections = psutil.Process().net_connections("tcp")
         [descriptor] = [one.fd for one in connections if one.raddr and one.raddr.port == port]
@@ -268,7 +269,7 @@ def test_idle_links_are_probed_before_a_nat_forgets_them() -> None:
 def test_missing_server_and_silent_server_are_errors_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        store = LMCacheServer(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        store = LMCacheServer(LMCacheOptions(url=f"tcp://127.0.0.1:{silent.getsockname()[1]}"))
         with pytest.raises(StoreError, match="refused"):
             read(store, key_of(1))
         silent.listen()  # accepts connections and never answers
@@ -277,7 +278,7 @@ def test_missing_server_and_silent_server_are_errors_in_time() -> None:
             read(store, key_of(1))
         assert watch.s < 0.6
         store.close()
-    nowhere = LMCacheServer("tcp://no-such-host.invalid:5555")
+    nowhere = LMCacheServer(LMCacheOptions(url="tcp://no-such-host.invalid:5555"))
     watch = Stopwatch()
     with pytest.raises(StoreError, match=r"connect_timeout|refused"):
         read(nowhere, key_of(1))
@@ -291,7 +292,7 @@ def test_missing_server_and_silent_server_are_errors_in_time() -> None:
 )
 def test_wrong_url_is_rejected(url: str) -> None:
     with pytest.raises(EngineError, match="tcp://host:port of an `lmcache server` is expected"):
-        LMCacheServer(url)
+        LMCacheServer(LMCacheOptions(url=url))
 
 
 def test_requests_are_encoded_as_lmcache_does_and_invalid_ones_are_rejected() -> None:
