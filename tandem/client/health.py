@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -18,10 +20,16 @@ _TIMEOUT_S, _LIST_TIMEOUT_S = 2.0, 10.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
+@contextmanager
+def _stub(kind: Callable[[Any], Any], address: str, credentials: Credentials) -> Iterator[Any]:
+    """A stub of the generated class `kind`, whose calls block. Its channel is closed with the block."""
+    with open_blocking_channel(address, _OPTIONS, credentials) as channel:
+        yield kind(channel)
+
+
 def health(address: str, service: str, *, credentials: Credentials = PLAINTEXT) -> str:
     """READY, NOT_READY, or SILENT followed by the gRPC status."""
-    with open_blocking_channel(address, _OPTIONS, credentials) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+    with _stub(health_pb2_grpc.HealthStub, address, credentials) as stub:
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
@@ -36,9 +44,8 @@ def silent(error: grpc.RpcError) -> str:
 
 def wait_serving(address: str, service: str, timeout_s: float, *, credentials: Credentials = PLAINTEXT) -> bool:
     """Waits until `service` is SERVING; False if it is not within `timeout_s`."""
-    with open_blocking_channel(address, _OPTIONS, credentials) as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        call = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=timeout_s, wait_for_ready=True)
+    with _stub(health_pb2_grpc.HealthStub, address, credentials) as stub:
+        call = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, wait_for_ready=True)
         try:
             return any(answer.status == _SERVING for answer in call)
         except grpc.RpcError:
@@ -49,8 +56,7 @@ def wait_serving(address: str, service: str, timeout_s: float, *, credentials: C
 
 def instances_out(admin_address: str, *, credentials: Credentials = PLAINTEXT) -> dict[str, str]:
     """The addresses of the instances that the router does not pick, with why; raises grpc.RpcError."""
-    with open_blocking_channel(admin_address, _OPTIONS, credentials) as channel:
-        stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
+    with _stub(pools_pb2_grpc.PoolsServiceStub, admin_address, credentials) as stub:
         listed = stub.ListPools(
             pools_pb2.ListPoolsRequest(), timeout=_LIST_TIMEOUT_S, metadata=credentials.metadata(), wait_for_ready=True
         )
@@ -59,16 +65,14 @@ def instances_out(admin_address: str, *, credentials: Credentials = PLAINTEXT) -
 
 def dtype(address: str, *, credentials: Credentials = PLAINTEXT) -> str:
     """Of the weights and KV of the instance at `address`, as bfloat16 or bfloat16+int8; raises grpc.RpcError."""
-    with open_blocking_channel(address, _OPTIONS, credentials) as channel:
-        stub: Any = instance_pb2_grpc.InstanceServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
+    with _stub(instance_pb2_grpc.InstanceServiceStub, address, credentials) as stub:
         answer = stub.GetInstanceInfo(instance_pb2.GetInstanceInfoRequest(), timeout=_TIMEOUT_S)
     return str(answer.identity.dtype)
 
 
 def load(address: str, *, credentials: Credentials = PLAINTEXT) -> instance_pb2.WatchLoadResponse:
     """The next load report of the instance at `address`; raises grpc.RpcError."""
-    with open_blocking_channel(address, _OPTIONS, credentials) as channel:
-        stub: Any = instance_pb2_grpc.InstanceServiceStub(channel)  # type: ignore[arg-type]  # typed for asyncio alone
+    with _stub(instance_pb2_grpc.InstanceServiceStub, address, credentials) as stub:
         call = stub.WatchLoad(instance_pb2.WatchLoadRequest(), timeout=_TIMEOUT_S)
         try:
             report: instance_pb2.WatchLoadResponse = next(iter(call))
