@@ -1,4 +1,4 @@
-"""Cores, threads, memory and GPUs that this process may use, with a container's limits (cgroup v2) applied.
+"""Cores, threads, memory and GPUs that this process may use, with a container's limits (cgroup v2); file systems.
 
 A pod with a limit of 2 cores on a node of 64 sees 64 cores and the whole memory of the node. Threads for 64 cores would
 exhaust the quota and be throttled; KV memory beyond the limit would get the process killed.
@@ -129,6 +129,13 @@ def _page_cache_bytes(cgroup: Path) -> int:
         return int(counters["active_file"]) + int(counters["inactive_file"])
     except (OSError, ValueError, KeyError):
         return 0
+
+
+def file_system(folder: Path) -> str:
+    """The type of a folder's file system, as the kernel names it."""
+    mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
+    # Of several at one folder the last one counts.
+    return max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype if mounts else "unknown"
 
 
 def set_up_process(config: EngineConfig) -> None:

@@ -25,7 +25,7 @@ from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.desired_state import MAX_SIZE
-from tandem.local_stack.instance_flags import given_settings
+from tandem.local_stack.instances import check_vllm, given_settings
 from tandem.local_stack.settings import (
     MAX_ROUTER_WORKERS,
     Disaggregation,
@@ -37,7 +37,6 @@ from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackFailed
 from tandem.local_stack.system import IN_DOCKER, other_system
 from tandem.local_stack.topology import check_gpus
-from tandem.local_stack.vllm import check_vllm
 
 if TYPE_CHECKING:
     from engine.config import EngineKind

@@ -26,11 +26,9 @@ from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
 from tandem.local_stack.addresses import bind_once
 from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
-from tandem.local_stack.instance_flags import instance_settings
+from tandem.local_stack.instances import instance_settings, num_workers, own_store, vllm_args
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.store_size import own_store
-from tandem.local_stack.vllm import num_workers, vllm_args
 
 _PORTS = range(20_000, 32_000)
 """Below Linux's range for the ports of outgoing connections, so that these cannot conflict."""

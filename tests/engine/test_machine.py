@@ -12,6 +12,7 @@ from engine import machine
 from engine.machine import (
     available_bytes,
     cpu_quota,
+    file_system,
     openmp_waiting,
     physical_cores,
     second_level_bytes,
@@ -113,3 +114,7 @@ def test_openmp_threads_spin_on_dedicated_cores_that_no_cpu_limit_throttles(
     variables = openmp_waiting(cores, tmp_path)
     assert variables["OMP_WAIT_POLICY"] == policy
     assert ("GOMP_SPINCOUNT" in variables) == (policy == "active")
+
+
+def test_a_folders_file_system_is_the_one_mounted_nearest() -> None:
+    assert file_system(Path("/proc")) == file_system(Path("/proc/self/fd")) == "proc"

