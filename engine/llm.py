@@ -10,14 +10,14 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from tqdm import tqdm
 
 from engine.checkpoint import resolve
@@ -26,6 +26,7 @@ from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, EngineRequest, ErrorKind, TokenLogprob, TokensEvent
 from engine.errors import EngineError, InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
+from engine.machine import set_num_threads
 from engine.ranks import RankLost
 from engine.sampling.grammar import CompiledGrammar
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
@@ -34,7 +35,6 @@ from engine.text.detokenizer import OutputProcessor
 from engine.text.messages import template_messages
 from engine.text.tokenizer import Tokenizer, missing_tokenizer
 from engine.text.tool_calls import tool_format_of
-from engine.torch_settings import own_torch_settings
 from engine.vllm_names import engine_fields
 
 _log = logging.getLogger(__name__)
@@ -129,9 +129,22 @@ class LLM:
         self._ids = itertools.count()
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
-    def torch_settings(self) -> AbstractContextManager[None]:
-        """A block in which torch has this LLM's threads and its own defaults, for callers that step `core`."""
-        return own_torch_settings(self._num_threads, num_processes=self._num_ranks)
+    @contextlib.contextmanager
+    def torch_settings(self) -> Iterator[None]:
+        """Inside of the block torch has this LLM's threads (see `set_num_threads`) and makes float32 tensors on the CPU
+        by default; after it, what it had before. For callers that step `core`."""
+        num_before, dtype_before = torch.get_num_threads(), torch.get_default_dtype()
+        # Only where it is needed: inside of it every operation of torch takes some microseconds more.
+        on_cpu = torch.get_default_device().type == "cpu"
+        with contextlib.nullcontext() if on_cpu else torch.device("cpu"):
+            try:
+                torch.set_default_dtype(torch.float32)
+                set_num_threads(self._num_threads, num_processes=self._num_ranks)
+                yield
+            finally:
+                torch.set_default_dtype(dtype_before)
+                if torch.get_num_threads() != num_before:
+                    torch.set_num_threads(num_before)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode`, `decode`, `apply_chat_template`. It is not transformers' class."""
