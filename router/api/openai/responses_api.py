@@ -267,8 +267,8 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         if empty.kind != "call":
             item["content"] = []
         await self._send("response.output_item.added", output_index=empty.index, item=item)
-        if empty.kind == "text":
-            await self._send("response.content_part.added", **self._place(empty), part=self._text_part(empty))
+        if empty.kind != "call":
+            await self._send("response.content_part.added", **self._place(empty), part=self._part(empty))
 
     async def _send_added(self, block: Block, added: str) -> None:
         more: dict[str, Any] = {"logprobs": self._logprobs} if block.kind == "text" else {}
@@ -281,8 +281,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         else:
             more: dict[str, Any] = {"logprobs": block.logprobs} if block.kind == "text" else {}
             await self._send(done, **self._place(block), text=block.text, **more)
-        if block.kind == "text":
-            await self._send("response.content_part.done", **self._place(block), part=self._text_part(block))
+            await self._send("response.content_part.done", **self._place(block), part=self._part(block))
         await self._send("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _place(self, block: Block) -> dict[str, Any]:
@@ -305,16 +304,18 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             called = {"call_id": block.call_id, "name": name, **within, "arguments": block.text}
             return {"type": "function_call", "id": item_id, **called, "status": status}
         if block.kind == "reasoning":
-            content = [{"type": "reasoning_text", "text": block.text}]
-            return {"type": "reasoning", "id": item_id, "summary": [], "content": content}
-        message = {"role": "assistant", "status": status, "content": [self._text_part(block)]}
+            return {"type": "reasoning", "id": item_id, "summary": [], "content": [self._part(block)]}
+        message = {"role": "assistant", "status": status, "content": [self._part(block)]}
         return {"type": "message", "id": item_id, **message}
 
     def _tool_name(self, block: Block) -> ToolName:
         """The model may call what is not among the tools."""
         return self._tool_names.get(block.name, ToolName("", block.name))
 
-    def _text_part(self, block: Block) -> dict[str, Any]:
+    def _part(self, block: Block) -> dict[str, Any]:
+        """Of an item of reasoning or a message: its only one."""
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
         more = {"logprobs": block.logprobs} if self._body.has_logprobs else {}
         return {"type": "output_text", "text": block.text, "annotations": [], **more}
 

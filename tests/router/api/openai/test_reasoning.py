@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,24 @@ async def test_reasoning_is_apart_from_the_content(run_http: RunHttp, tone: str)
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == THOUGHT
         assert "".join(delta.content or "" for delta in deltas) == ANSWER
         assert sum(hasattr(delta, "reasoning_content") for delta in deltas) > 3, "it comes as it is written"
+
+
+async def test_each_part_of_a_response_has_its_own_events(run_http: RunHttp) -> None:
+    """OpenAI's Node client takes no text, of reasoning neither, before the part that it belongs to."""
+    async with run_http(**writing(TEXT)) as http:
+        asked: dict[str, Any] = {"model": "fake", "input": "How many?"}
+        events: list[Any] = [event async for event in await http.openai.responses.create(**asked, stream=True)]
+        for index, (kind, text) in enumerate([("reasoning_text", THOUGHT), ("output_text", ANSWER)]):
+            own = [event for event in events if getattr(event, "output_index", None) == index]
+            kinds = [name.removeprefix("response.") for name, _ in itertools.groupby(event.type for event in own)]
+            begin, end = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
+            assert kinds == [*begin, f"{kind}.delta", f"{kind}.done", *end]
+            parts = [event.part for event in own if event.type.startswith("response.content_part.")]
+            assert [(part.type, part.text) for part in parts] == [(kind, ""), (kind, text)]
+            assert [(part.type, part.text) for part in own[-1].item.content] == [(kind, text)]
+        async with http.openai.responses.stream(**asked) as stream:
+            final: Any = await stream.get_final_response()
+        assert [item.content[0].text for item in final.output] == [THOUGHT, ANSWER]
 
 
 async def test_an_answer_without_reasoning_is_content(run_http: RunHttp) -> None:
