@@ -13,6 +13,9 @@ from router.api.openai.strict_model import StrictModel
 from router.request.validation import service_errors
 from serving.errors import invalid_argument
 
+_LITELLMS = "provider_specific_fields"
+"""In each message and call of a history that LiteLLM sends again."""
+
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
     """See engine.text.messages. Raises InvalidArgument."""
@@ -25,7 +28,7 @@ def _content(value: Any) -> Any:
 
 
 class CalledFunction(StrictModel):
-    ignored: ClassVar = frozenset({"parsed_arguments"})  # by OpenAI's Python client
+    ignored: ClassVar = frozenset({"parsed_arguments", _LITELLMS})  # parsed_arguments: by OpenAI's Python client
 
     name: str
     arguments: str = ""
@@ -34,7 +37,7 @@ class CalledFunction(StrictModel):
 class ToolCall(StrictModel):
     """A call in an assistant's message."""
 
-    ignored: ClassVar = frozenset({"index"})  # clients that assemble a stream leave it in
+    ignored: ClassVar = frozenset({"index", _LITELLMS})  # index: clients that assemble a stream leave it in
 
     id: str
     type: Literal["function"] = "function"
@@ -44,7 +47,9 @@ class ToolCall(StrictModel):
 class Message(StrictModel):
     """One message of a chat."""
 
-    ignored: ClassVar = frozenset({"annotations", "parsed"})  # parsed: by OpenAI's Python client, out of the content
+    ignored: ClassVar = frozenset({"annotations", "parsed", "reasoning_details", "thinking_blocks", _LITELLMS})
+    """`parsed`: by OpenAI's Python client, out of the content. `reasoning_details` (OpenRouter) and `thinking_blocks`
+    (LiteLLM) are the reasoning in another form."""
 
     role: str
     content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]])]

@@ -151,6 +151,20 @@ async def test_a_parsed_answer_can_be_sent_back(run_http: RunHttp, model: Served
             assert f'assistant: Let me see.<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS[0]}}}' in prompt
 
 
+def test_what_litellm_adds_to_a_history_has_no_effect() -> None:
+    more: dict[str, Any] = {"provider_specific_fields": {"refusal": None, "reasoning": "Hm."}}
+    function = {"name": "add", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function}
+    answer: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    forms = {"thinking_blocks": [{"type": "thinking", "thinking": "Hm."}], "reasoning_details": [{"text": "Hm."}]}
+    full = {**answer, **forms, **more, "tool_calls": [{**call, **more, "function": {**function, **more}}]}
+    made = []
+    for one in ({**answer, "tool_calls": [call]}, full):
+        messages = [USER, one, {"role": "tool", "tool_call_id": "c", "content": "5"}]
+        made.append(ChatBody.parse(json.dumps({"messages": messages}).encode()).requests("label"))
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
