@@ -1,7 +1,8 @@
 """Tool calls in a model's output: the ways of writing them, and a parser that takes the text piece by piece.
 
     text ─mark─▶ head ─name known─▶ arguments ─their object closes─▶ rest of the call ─▶ tail ─┬─separator─▶ head
-     ▲            └─is none─▶ whole call, parsed at its end mark, or content                  ├─ max_calls ─▶ done
+     ▲            ├─another object─▶ whole call, parsed at the next mark, or content          ├─ max_calls ─▶ done
+     │            └─anything else─▶ content                                                   │
      └────────────────────────────────────────────────────────────────────────────────────────┘
 
     hermes        <tool_call>{"name": "f", "arguments": {…}}</tool_call>, text around it     Hermes, Qwen
@@ -238,7 +239,7 @@ class ToolCallParser:
         if found is None:
             if not final and any(head.may_match(self._buffer) for head in self._form.heads):
                 return False
-            return self._whole_follows() if self._form.end else self._is_content(delta)
+            return self._other_head(delta, final)
         groups = found.groupdict()
         name = groups.get("name") or groups["bare"]
         if not self._form.mark and name not in self._names:
@@ -247,6 +248,16 @@ class ToolCallParser:
         self._begin_call(delta, name)
         self._depth = self._brackets.depth = 0 if groups.get("name") is None else 1
         self._state = self._arguments
+        return True
+
+    def _other_head(self, delta: ChatDelta, final: bool) -> bool:
+        """An object that begins otherwise may be a call as well; anything else behind a mark is content."""
+        text = self._buffer.lstrip()
+        if self._form.end and not text and not final:
+            return False
+        if not self._form.end or not text.startswith("{"):
+            return self._is_content(delta)
+        self._state = self._whole
         return True
 
     def _arguments(self, delta: ChatDelta, final: bool) -> bool:
@@ -279,22 +290,17 @@ class ToolCallParser:
         return True
 
     def _whole(self, delta: ChatDelta, final: bool) -> bool:
-        """A call with its members in another order, or none."""
-        at = self._buffer.find(self._form.end)
-        if at < 0 and not final:
+        """A call with its members in another order, or none: then the next mark may begin one."""
+        before, next_mark, _ = self._buffer.partition(self._form.mark)
+        text, end, _ = before.partition(self._form.end)
+        if not (next_mark or end or final):
             return False
-        end = len(self._buffer) if at < 0 else at
-        call = _call_in(self._buffer[:end])
-        self._take(len(self._buffer) if at < 0 else at + len(self._form.end))
-        if call is None:
+        if (call := _call_in(text)) is None:
             return self._is_content(delta)
+        self._take(len(text))
         self._begin_call(delta, call[0])
         delta.add_arguments(self.num_calls - 1, call[1])
-        self._state = self._tail if self.num_calls == self._max_calls else self._text
-        return True
-
-    def _whole_follows(self) -> bool:
-        self._state = self._whole
+        self._state = self._tail
         return True
 
     def _is_content(self, delta: ChatDelta) -> bool:

@@ -54,6 +54,8 @@ def written(form: ToolFormat, *calls: tuple[str, str]) -> str:
 
 CALL = ("get_weather", ARGUMENTS)
 ADD = ("add", "{}")
+PROSE = f"I use <tool_call> now.\n{written(HERMES, ADD)}"
+BROKEN = f'<tool_call>\n{{"name": f, \n{written(HERMES, CALL)}'
 CASES: list[tuple[ToolFormat, str, Parsed]] = [
     *((form, written(form, CALL), ("", [CALL])) for form in TOOL_FORMATS.values()),
     *((form, written(form, CALL, ADD, CALL), ("", [CALL, ADD, CALL])) for form in TOOL_FORMATS.values()),
@@ -73,6 +75,12 @@ CASES: list[tuple[ToolFormat, str, Parsed]] = [
     (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", [("add", '{"a": 1}')])),
     (HERMES, '<tool_call>{"name": "add"}</tool_call>', ("", [ADD])),
     (HERMES, '<tool_call>{"name": "add", "arguments": {}, "id": "}"}</tool_call>!', ("!", [ADD])),
+    # a mark in prose, and calls that are broken off, before others
+    (HERMES, PROSE, ("I use <tool_call> now.", [ADD])),
+    (HERMES, BROKEN, ('<tool_call>\n{"name": f,', [CALL])),
+    (HERMES, f"<tool_call>\n{written(HERMES, ADD)}", ("<tool_call>", [ADD])),
+    (HERMES, '<tool_call>{"name": "add"}\n' + written(HERMES, ADD), ("", [ADD, ADD])),
+    (HERMES, f"`<tool_call>` and `</tool_call>`: {written(HERMES, ADD)}", ("`<tool_call>` and `</tool_call>`:", [ADD])),
     # no calls
     (HERMES, "<tool_call>{oops}</tool_call> x", ("<tool_call>{oops}</tool_call> x", [])),
     (HERMES, '<tool_call>["add"]</tool_call>', ('<tool_call>["add"]</tool_call>', [])),
@@ -104,10 +112,23 @@ def test_a_text_has_its_calls_in_one_piece_and_in_single_characters(
     assert parsed(form, [*text, ""]) == expected
 
 
+@pytest.mark.parametrize("text", [PROSE, BROKEN])
+def test_a_call_behind_what_is_none_is_found_wherever_the_text_is_cut(text: str) -> None:
+    for cut in range(len(text)):
+        assert parsed(HERMES, [text[:cut], text[cut:]]) == parsed(HERMES, [text]), cut
+
+
+def test_a_mark_in_prose_holds_no_text_back() -> None:
+    parser = ToolCallParser(HERMES, NAMES)
+    assert parser.push("Use <tool_call> n").content == "Use <tool_call> n"
+    assert parser.push("ow").content == "ow"
+
+
 FRAGMENTS = st.sampled_from([
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "{", "}", "[", "]", '"', "\\", ",", ";"),
     *(" ", "\n", "é", "🚲", "<", "add", '"name"', '"arguments"', '"parameters"', '{"name": "add", "arguments": {'),
     *('{"name": "add", "parameters": {', '{"name": "add", "arguments": {"a": "', "x", "<tool", "[TOOL"),
+    *('{"name": "add"}', '{"arguments": {}, "name": "add"}', " now "),
     *(written(form, CALL) for form in TOOL_FORMATS.values()),
 ])  # fmt: skip
 TEXTS = st.lists(FRAGMENTS, max_size=12).map("".join)

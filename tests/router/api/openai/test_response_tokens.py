@@ -29,6 +29,7 @@ TEXTS = {
     "a call alone": (f"I look. \n{CALL}", ["I look."]),
     "its words elsewhere": (f"{THOUGHT}\n\n漢字 {CALL}\n{NAMED}", ["漢字"]),
     "no call": (f"{THOUGHT}\n\n<tool_call>No.</tool_call>", ["<tool_call>No.</tool_call>"]),
+    "a mark in it": (f"{THOUGHT}\n\nI use <tool_call> now. {CALL}", ["I use <tool_call> now."]),
     "a letter": (f"{THOUGHT}\n\na <tool_call", ["a <tool_call"]),
     "no thought": ("<think>\n\n</think>\n\nYes, it is.", ["Yes, it is."]),
     "nothing": ("  Yes. \n\nIt is.", ["  Yes. \n\nIt is."]),
