@@ -172,6 +172,10 @@ class Format(ABC, Generic[B]):
         choice.tool_calls = choice.reasoning = UNSET
         return choice
 
+    def openings(self, prompt: tuple[int, ...]) -> Sequence[Choice]:
+        """What a stream has before the events of its choices."""
+        return ()
+
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
         return choice
 
@@ -216,7 +220,15 @@ class ChatFormat(Format[ChatBody]):
         choice.text = choice.tool_calls = choice.reasoning = UNSET
         return choice
 
+    def openings(self, prompt: tuple[int, ...]) -> Sequence[Choice]:
+        """Of several choices each, in their order: OpenAI's Python client takes no later one before an earlier one."""
+        indices = range(self.body.n if self.body.n > 1 else 0)
+        ids: dict[str, Any] = {"token_ids": [], "prompt_token_ids": prompt} if self.body.return_token_ids else {}
+        return [Choice(index, UNSET, delta=ChatMessage("assistant", ""), **ids) for index in indices]
+
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
+        if self.body.n > 1:  # its opening has the role and the prompt
+            is_first, choice.prompt_token_ids = False, UNSET
         added = (choice.text or "", choice.tool_calls or [], choice.reasoning or "")
         choice.delta = ChatMessage.part(*added, is_first=is_first)
         choice.text = choice.tool_calls = choice.reasoning = UNSET
@@ -317,17 +329,22 @@ class StreamedResponse(ResponseBuilder):
         choice, is_first = self._choice(prompt_index, call, message)
         if message.HasField("delta") and not (is_first or self._is_news(choice)):
             return
-        self.response.choices = [self.form.event(choice, is_first=is_first)]
-        if self.form.body.stream_options.continuous_usage_stats:
-            chunk, num_prompt = message.tokens, len(call.prompt)
-            num_completion = chunk.token_index + len(chunk.token_ids)
-            self.response.usage = Usage(num_prompt, num_completion, num_prompt + num_completion)
-        event = msgspec.json.encode(self.response)
+        num_prompt, num_so_far = len(call.prompt), message.tokens.token_index + len(message.tokens.token_ids)
+        event = self._event(self.form.event(choice, is_first=is_first), num_prompt, num_so_far)
         async with self._writing:
             if not self._has_begun:
                 self._has_begun = True
                 await self.exchange.begin_events(dict(call.trace.trailers()) if self.form.num_prompts == 1 else {})
+                for opening in self.form.openings(call.prompt):
+                    await self.exchange.send_event(self._event(opening, num_prompt, 0))
             await self.exchange.send_event(event)
+
+    def _event(self, choice: Choice, num_prompt: int, num_so_far: int) -> bytes:
+        """`num_so_far`: the choice's tokens up to this event."""
+        self.response.choices = [choice]
+        if self.form.body.stream_options.continuous_usage_stats:
+            self.response.usage = Usage(num_prompt, num_so_far, num_prompt + num_so_far)
+        return msgspec.json.encode(self.response)
 
     def _is_news(self, choice: Choice) -> bool:
         """Whether its event says anything: text that may become a tool call is held back."""

@@ -29,6 +29,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.body: Any = None
+        self.events: list[Any] = []
         self.parts: dict[int, str] = defaultdict(str)
         """By the index of their block."""
 
@@ -37,6 +38,7 @@ class Sent:
 
     async def send_event(self, data: bytes, name: str = "") -> None:
         event = json.loads(data)
+        self.events.append(event)
         if name == "content_block_delta":
             delta = event["delta"]
             self.parts[event["index"]] += delta["text"] if delta["type"] == "text_delta" else delta["partial_json"]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.requests import ChatBody
+from router.api.openai.responses import ChatFormat, ResponseBody, StreamedResponse, TokenTexts
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
 from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.api.openai.test_blocks import Sent
 from tests.router.rig import SEED, Answer
 
 MESSAGES: list[Any] = [
@@ -82,6 +88,39 @@ async def test_two_choices_have_their_own_tokens(run_http: RunHttp, stream: bool
         for index in range(2):
             assert ids[index] == expected_ids(prompt, SEED, 8, index)
             assert texts[index] == text_of(ids[index])
+
+
+async def test_a_stream_of_several_choices_begins_with_the_role_of_each(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        events = [event async for event in await chat(http, n=3, stream=True, extra_body={"return_token_ids": True})]
+        choices = [event.choices[0] for event in events]
+        openings = [(choice.index, choice.delta.role, choice.delta.content) for choice in choices[:3]]
+        assert openings == [(index, "assistant", "") for index in range(3)]
+        assert [choice.model_extra["token_ids"] for choice in choices[:3]] == [[]] * 3
+        assert {choice.delta.role for choice in choices[3:]} == {None}
+        assert [choice.index for choice in choices if "prompt_token_ids" in choice.model_extra] == [0, 1, 2]
+
+
+async def test_openais_stream_helper_takes_choices_that_begin_in_any_order() -> None:
+    sent: Any = Sent()
+    body = ChatBody.model_validate({"messages": MESSAGES, "n": 3, "stream": True})
+    response = ResponseBody("chatcmpl-1", 1, "fake", None)
+    builder = StreamedResponse(sent, ChatFormat(body, TokenTexts(None)), response)
+    call: Any = SimpleNamespace(prompt=(5,), trace=SimpleNamespace(trailers=tuple))
+    for number, index in enumerate((0, 2, 1, 2, 1, 0)):
+        message = generation_pb2.GenerateResponse(tokens=common_pb2.TokenChunk(choice=index, text=str(number)))
+        if number == 0:
+            message.prompt_tokens = 1
+        await builder.add(0, call, message)
+    state: Any = ChatCompletionStreamState()
+    for event in sent.events:
+        state.handle_chunk(ChatCompletionChunk.model_validate(event))
+    answers = [choice.message for choice in state.current_completion_snapshot.choices]
+    assert [(answer.role, answer.content) for answer in answers] == [
+        ("assistant", "05"),
+        ("assistant", "24"),
+        ("assistant", "13"),
+    ]
 
 
 async def test_logprobs_are_one_object_a_token(run_http: RunHttp, model: ServedModel) -> None:
@@ -256,7 +295,7 @@ async def test_each_event_carries_the_usage_of_its_choice_so_far(run_http: RunHt
         *events, last = [event async for event in await chat(http, n=2, stream=True, stream_options=options)]
         for index in range(2):
             usages = [event.usage for event in events if event.choices[0].index == index]
-            assert [usage.completion_tokens for usage in usages] == list(range(1, 9))
+            assert [usage.completion_tokens for usage in usages] == list(range(9))
             assert {usage.prompt_tokens for usage in usages} == {last.usage.prompt_tokens}
             assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
         assert last.choices == []
