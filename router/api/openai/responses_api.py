@@ -51,6 +51,9 @@ class ReasoningOptions(StrictModel):
     """Has no effect: reasoning comes as it is."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """The older name of `summary`."""
+    context: Literal["auto", "current_turn"] | None = None
+    """Has no effect: the template decides which earlier reasoning is in the prompt."""
+    mode: Literal["standard"] | None = None
 
 
 _PARTS = ("input_text", "output_text", "text", "refusal")
@@ -74,10 +77,11 @@ class ResponsesRequest(FrontBody):
         "json_schema": "text", "structural_tag": "tools", "session": "prompt_cache_key",
     }  # fmt: skip
     ignored: ClassVar = frozenset({
-        "access_programs", "client_metadata", "max_tool_calls", "metadata", "prompt_cache_options",
-        "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
+        "access_programs", "client_metadata", "context_management", "max_tool_calls", "metadata",
+        "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+        "stream_options", "user",
     })  # fmt: skip
-    """Nothing is stored, whatever `store` says."""
+    """Nothing is stored, whatever `store` says; whatever `context_management` says, all items stay in the prompt."""
 
     input: Annotated[str | list[dict[str, Any]], Field(min_length=1), BeforeValidator(_items)]
     instructions: str = ""
@@ -147,7 +151,7 @@ class ResponsesRequest(FrontBody):
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) -> None:
     """Adds an item to the messages; reasoning, text and calls of one answer become one message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    match item.get("type", "message"):
+    match "message" if (kind := item.get("type")) is None else kind:
         case "message":
             message = {"role": text_member(item, "role", field), "content": _text(item, "content", field)}
             if last is not None and message["role"] == "assistant" and "content" not in last:

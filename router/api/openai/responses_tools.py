@@ -39,12 +39,16 @@ class FunctionTool(StrictModel):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1)] | None = None
+    """The model alone calls it, and no program of the model."""
+    output_schema: dict[str, Any] | None = None
+    """Has no effect: the model does not see it."""
 
     def names(self) -> Iterator[ToolName]:
         yield ToolName("", self.name)
 
     def in_chat(self) -> Iterator[dict[str, Any]]:
-        yield {"type": "function", "function": self.model_dump(exclude={"type", "defer_loading"})}
+        yield {"type": "function", "function": self.model_dump(include={"name", "description", "parameters", "strict"})}
 
 
 class NamespaceTool(StrictModel):

@@ -212,6 +212,18 @@ async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
         assert response.usage.input_tokens_details.cache_write_tokens == 0
 
 
+def test_what_newer_clients_add_changes_no_request() -> None:
+    plain: dict[str, Any] = {"input": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+    full: dict[str, Any] = {
+        "input": [{"type": None, "role": "user", "content": "x"}],
+        "tools": [{**TOOL, "allowed_callers": ["direct"], "output_schema": {"type": "string"}}],
+        "reasoning": {"context": "auto", "mode": "standard"},
+        "context_management": [{"type": "compaction", "compact_threshold": 1000}],
+    }
+    bodies = [ResponsesRequest.parse(json.dumps(body).encode()) for body in (plain, full)]
+    assert bodies[0].requests("label") == bodies[1].requests("label")
+
+
 @pytest.mark.parametrize(
     ("options", "param", "said"),
     [
@@ -249,6 +261,9 @@ async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
             "tool_choice",
             "is not supported; allowed: auto",
         ),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context", "'auto' or 'current_turn'"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "'standard'"),
+        ({"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers[0]", "'direct'"),
         ({"input": ["x"]}, "input", "allowed: a text, or a list of items"),
         ({"temperature": 7}, "temperature", "0..2"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
