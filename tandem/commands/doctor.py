@@ -390,10 +390,11 @@ def _instance_finding(name: str, address: str, credentials: Credentials) -> Find
             report, kind = load(address, credentials=credentials), dtype(address, credentials=credentials)
         except grpc.RpcError as error:
             return _process_finding(name, address, silent(error))
-        total = sum(value for _, value in report.blocks.ListFields())
+        blocks = report.blocks
+        total = sum(value for _, value in blocks.ListFields())
         detail = (
             f", {kind}, {report.num_running} running, {report.num_waiting} waiting, "
-            f"{report.blocks.running + report.blocks.held} of {total} blocks in use"
+            f"{blocks.running + blocks.held + blocks.quarantined} of {total} blocks in use"
         )
     return _process_finding(name, address, state, detail)
 
