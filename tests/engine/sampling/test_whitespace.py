@@ -15,8 +15,9 @@ from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, Tokenizer
 
 from engine.core.messages import EngineRequest
 from engine.sampling.constraints import MAX_WHITESPACE
-from engine.sampling.grammar import Grammar, WhitespaceLimit, _RequestGrammar
+from engine.sampling.grammar import Grammar, _RequestGrammar
 from engine.sampling.params import SamplingParams
+from engine.sampling.whitespace import WhitespaceLimit
 from engine.scheduling.request import Request
 from router.request.chat import ChatOutput
 from tests.engine.sampling.schemas import STRING, check
