@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, compress
 
@@ -17,6 +18,7 @@ from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow, TokenSampler, sample
 from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput, needs_prompt_logprobs
 
 
@@ -50,6 +52,10 @@ class ModelRunner:
             is_finite = self._executor.compute_logits(hidden, rows[failed]).amax(dim=-1).isfinite().tolist()
             nothing_allowed = frozenset(requests[index].request_id for index in compress(failed, is_finite))
         return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
+
+    def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
+        """See `GrammarMasks.replay`."""
+        return self._sampler.grammars.replay(requests, seconds)
 
     def warm_up(self) -> float:
         """Compile kernels, record decode steps and touch memory before the first request. Writes to block 0, while no

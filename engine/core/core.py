@@ -43,6 +43,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
+from engine.scheduling.step_budget import replay_s
 from engine.scheduling.step_cost import StepCostEstimator
 
 _SMOOTHING = 0.2
@@ -124,7 +125,7 @@ class EngineCore:
         self._num_arrived = 0
         self._num_expired_leases = 0
         self.idle = True
-        """The last step found nothing to compute and no command has come since."""
+        """The last step found nothing to compute or to replay, and no command has come since."""
         self._started = 0.0
         self._output = SchedulerOutput([])
         self._sampled = Sampled()
@@ -203,6 +204,7 @@ class EngineCore:
 
     def begin_step(self) -> bool:
         """Apply finished I/O, decide, start I/O. True: `compute`, then `finish_step` must follow."""
+        is_replaying = self._replay_outputs()
         self._started = time.monotonic()
         self._executor.check()
         self.poll_connector()
@@ -212,9 +214,9 @@ class EngineCore:
         self._grammars.keep({request.grammar for request in self.scheduler.compiling.values()})
         self._output = self.scheduler.schedule()
         self._connector.start_io()
-        self.idle = not self._output.scheduled
+        self.idle = not (self._output.scheduled or is_replaying)
         self.step_time.predict(self._output.num_tokens)
-        return not self.idle
+        return bool(self._output.scheduled)
 
     def compute(self) -> None:
         """Run the model on what `begin_step` decided. May run in another thread: meanwhile the owner calls only
@@ -276,6 +278,16 @@ class EngineCore:
         self._grammars.shutdown()
         self._connector.shutdown()
         self._executor.shutdown()
+
+    def _replay_outputs(self) -> bool:
+        """Let grammars follow the outputs that came with their requests, for a part of a step. True: some are left."""
+        waiting = [request for request in self.scheduler.compiling.values() if request.awaits_replay]
+        if not waiting:
+            return False
+        num_streams = sum(not request.is_prompt for request in self.scheduler.running)
+        for request in self._runner.replay(waiting, replay_s(self.scheduler.step_cost, num_streams)):
+            request.is_replayed = True
+        return any(request.awaits_replay for request in waiting)
 
     def _apply_io(self) -> None:
         """Apply finished I/O to the scheduler; between steps."""

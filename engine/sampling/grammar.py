@@ -6,13 +6,16 @@
                     └─no request waits for it─▶ cancelled
 
 The state of a matcher is a pure function of the request's output ids: a request that was preempted, handed over or
-resumed elsewhere advances a new matcher over the ids emitted so far. xgrammar is imported by the first constraint.
+resumed elsewhere advances a new matcher over the ids emitted so far. The built-in engine does so before the request
+enters, a part before each step (`GrammarMasks.replay`), vLLM's sampler in the first step that samples the request.
+xgrammar is imported by the first constraint.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import re
 import threading
@@ -51,12 +54,16 @@ _MAX_PART_BYTES = 48 * 2**20
 """Of xgrammar's cache for a vocabulary: a third for parts that grammars share, such as strings of a length."""
 _MAX_FAILED_BYTES = 2**20
 """Of the sources of constraints that cannot be compiled: xgrammar's cache keeps them without counting them."""
-_FREE_S = 0.5
 _TOKEN_S = 0.005
-"""CPU time that a request's grammar may take in steps: at once, and for each of its tokens. With an ambiguous grammar
-(`root ::= root root | "a"`) each token takes more than the one before, and the streams of the batch wait for it."""
+_FREE_S = 0.5
+"""CPU time that a request's grammar may take in steps: for each sampled token, and beyond that until tokens that take
+less have left as much. With an ambiguous grammar (`root ::= root root | "a"`) each token takes more than the one
+before, and the streams of the batch wait for it."""
+_STEP_S = 1.0
+"""What all of them together may take in a step beyond `_TOKEN_S` for each: an engine that is silent for longer than
+`core_silence_timeout_s` is unavailable."""
 _REPLAYED_S = 0.0001
-"""The same for each token that was emitted elsewhere, or whose client says so: these all come in one step."""
+"""Time for each token that was emitted elsewhere, or whose client says so, that it leaves to no other."""
 _MAX_ERROR_CHARS = 200
 _CONTROL_BYTES = frozenset(range(0x20)) - {ord("\n")}
 _BITS = 32
@@ -280,23 +287,41 @@ class _RequestGrammar:
         ends = [*spec.eos_token_ids, *(token_id for token_id in stop_ids if token_id in compiled.textless_ids)]
         self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=ends or list(stop_ids))
         self._num_accepted = 0
-        self._used_s = 0.0
+        self._is_possible = True
+        """The grammar allows the output as far as it is accepted, and has taken no more time than it may."""
+        self.left_s = _FREE_S
+        """CPU time that it may take beyond `_TOKEN_S` for each token."""
+        self.replayed_s = 0.0
+        """CPU time that `replay` has taken."""
         self._whitespace = compiled.whitespace
         self._run = 0
         """White space at the end of the output, in characters."""
 
-    def fill_mask(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
+    def replay(self, request: Request, seconds: float) -> bool:
+        """Accept the output that came with the request, for about so many seconds of CPU. True: no more is accepted."""
+        begun_s = time.thread_time()
+        is_done = self._accept(request.spec.output_token_ids[self._num_accepted :], seconds=seconds)
+        self.replayed_s += time.thread_time() - begun_s
+        return is_done
+
+    def fill_mask(
+        self, request: Request, masks: npt.NDArray[np.int32], row: int, step_left_s: float = _STEP_S
+    ) -> float:
         """Set `masks[row]` to the tokens that may follow the output; to none if the grammar forbids the output, or took
-        too much time."""
+        too much time, of its own or of `step_left_s`. Returns the CPU time that it took beyond that of its tokens."""
+        before_s = self.left_s
+        least_s = max(0.0, before_s - max(0.0, step_left_s))
+        new_ids = request.token_ids[request.num_prompt_tokens + self._num_accepted :]
+        self._accept(new_ids, least_s=least_s - _TOKEN_S)
         begun_s = time.thread_time()
         self._fill(request, masks, row)
-        self._used_s += time.thread_time() - begun_s
-        if self._used_s > _FREE_S + _TOKEN_S * self._num_accepted:
+        self.left_s = min(_FREE_S, self.left_s + _TOKEN_S - (time.thread_time() - begun_s))
+        if self.left_s < least_s:
             masks[row] = 0
+        return max(0.0, before_s - self.left_s)
 
     def _fill(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
-        accepts = self._accept(request.token_ids[request.num_prompt_tokens + self._num_accepted :])
-        if not accepts or self._matcher.is_terminated():  # by an output from elsewhere that has ended
+        if not self._is_possible or self._matcher.is_terminated():  # by an output from elsewhere that has ended
             masks[row] = 0
             return
         self._matcher.fill_next_token_bitmask(masks, row)
@@ -305,15 +330,27 @@ class _RequestGrammar:
         if request.num_output_tokens < request.spec.params.min_tokens:
             _forbid(masks[row], self.ending_ids)
 
-    def _accept(self, token_ids: Sequence[int]) -> bool:
-        """False if the grammar forbids them, or takes too long."""
-        until_s = time.thread_time() + _FREE_S + _REPLAYED_S * len(token_ids)
+    def _accept(self, token_ids: Sequence[int], *, seconds: float = math.inf, least_s: float = 0.0) -> bool:
+        """Advance over `token_ids` for about so many seconds of CPU, while it is possible and no less than `least_s` is
+        left. False: the seconds are over."""
+        begun_s = now_s = time.thread_time()
         for token_id in token_ids:
-            if time.thread_time() > until_s or not self._matcher.accept_token(token_id):
+            if not self._is_possible:
+                break
+            if now_s - begun_s >= seconds:
                 return False
-            self._num_accepted += 1
-            if self._whitespace is not None:
-                self._run = self._whitespace.run_after(self._run, token_id)
+            self._is_possible = self._accept_one(token_id)
+            last_s, now_s = now_s, time.thread_time()
+            self.left_s -= max(0.0, now_s - last_s - _REPLAYED_S)
+            self._is_possible = self._is_possible and self.left_s >= least_s
+        return True
+
+    def _accept_one(self, token_id: int) -> bool:
+        if not self._matcher.accept_token(token_id):
+            return False
+        self._num_accepted += 1
+        if self._whitespace is not None:
+            self._run = self._whitespace.run_after(self._run, token_id)
         return True
 
     def _is_between_elements(self) -> bool:
@@ -340,7 +377,8 @@ def _forbid(mask: npt.NDArray[np.int32], ending_ids: Iterable[int]) -> None:
 class GrammarMasks:
     """The matchers of all constrained requests. Owned by the model runner.
 
-    That of a request is made at its first sampled token, kept through preemptions, and dropped with it.
+    That of a request is made for its replay or at its first sampled token, kept through preemptions, and dropped with
+    it.
     """
 
     def __init__(self) -> None:
@@ -352,12 +390,28 @@ class GrammarMasks:
         if not rows:
             return
         masks = np.zeros((len(requests), -(-logits.shape[1] // _BITS)), np.int32)
-        for row in rows:
-            self._grammar_of(requests[row]).fill_mask(requests[row], masks, row)
+        grammars = sorted(((row, self._grammar_of(requests[row])) for row in rows), key=lambda one: -one[1].left_s)
+        step_left_s = _STEP_S
+        for row, grammar in grammars:
+            if step_left_s > 0 or grammar.left_s == _FREE_S:  # the others have no mask: that ends them
+                step_left_s -= grammar.fill_mask(requests[row], masks, row, step_left_s)
         if logits.device.type == "cpu":
             _exclude(logits, masks, rows)
         else:
             _exclude_on_gpu(logits, masks, rows)
+
+    def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
+        """Advance the matchers of `requests` over the outputs that came with them, for about so many seconds of CPU;
+        those that have taken the least first. Returns the ones with nothing left to do."""
+        until_s = time.thread_time() + seconds
+        done = []
+        for request in sorted(requests, key=lambda one: self._grammar_of(one).replayed_s):
+            left_s = until_s - time.thread_time()
+            if left_s <= 0:
+                break
+            if self._grammar_of(request).replay(request, left_s):
+                done.append(request)
+        return done
 
     def _grammar_of(self, request: Request) -> _RequestGrammar:
         found = self._by_request.get(request)

@@ -70,7 +70,7 @@ class TokenSampler:
 
     def __init__(self) -> None:
         self._adjustments = LogitAdjustments()
-        self._grammars = GrammarMasks()
+        self.grammars = GrammarMasks()
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
         """The next tokens, from `logits` [len(requests), vocab] (float32), which it changes. Requests whose logits are
@@ -79,7 +79,7 @@ class TokenSampler:
         with_logprobs = [(row, request) for row, request in numbered if request.spec.params.logprobs is not None]
         raw = {row: logits[row].clone() for row, request in with_logprobs if request.spec.params.changes_logits}
         self._adjustments.apply(logits, requests)
-        self._grammars.apply(logits, requests)
+        self.grammars.apply(logits, requests)
         token_ids = _sample_finite(logits, requests)
         with_logprobs = [(row, request) for row, request in with_logprobs if request.request_id in token_ids]
         if not with_logprobs:

@@ -23,7 +23,7 @@ from engine.scheduling.step_budget import Prompt, Stream
 class RequestStatus(enum.Enum):
     """`(waiting for grammar →) waiting → (loading →) running ⇄ preempted → finished`."""
 
-    WAITING_FOR_GRAMMAR = "waiting for grammar"  # the request's constraint is being compiled
+    WAITING_FOR_GRAMMAR = "waiting for grammar"  # it is compiled, or follows the output that came with the request
     WAITING = "waiting"
     LOADING = "loading"  # blocks reserved; KV or seed awaited, or KV looked up in a store
     RUNNING = "running"
@@ -72,6 +72,8 @@ class Request:
     finish_reason: FinishReason | None = None
     grammar: Future[Any] | None = None
     """The compiled constraint (sampling/grammar.py), or its InvalidRequest or CapacityError; None: no constraint."""
+    is_replayed: bool = True
+    """Its grammar has followed the output that came with it, as far as it may."""
 
     @classmethod
     def from_spec(
@@ -87,6 +89,7 @@ class Request:
             num_initial_tokens=len(token_ids),
             root_hash=root,
             grammar=grammar,
+            is_replayed=not spec.output_token_ids,
         )
 
     @property
@@ -152,8 +155,16 @@ class Request:
 
     @property
     def is_compiled(self) -> bool:
-        """It has no constraint, or its grammar is there."""
-        return self.grammar is None or (self.grammar.done() and self.grammar.exception() is None)
+        """It has no constraint, or its grammar is there and has followed the output that came with it."""
+        return self.grammar is None or (self._has_grammar and self.is_replayed)
+
+    @property
+    def awaits_replay(self) -> bool:
+        return self._has_grammar and not self.is_replayed
+
+    @property
+    def _has_grammar(self) -> bool:
+        return self.grammar is not None and self.grammar.done() and self.grammar.exception() is None
 
     @property
     def is_untouched(self) -> bool:

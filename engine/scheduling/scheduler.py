@@ -132,7 +132,7 @@ class Scheduler:
     def expire(self, now: float) -> None:
         """End requests that have waited too long for a grammar, blocks, KV, seed or a step."""
         self._now = now
-        compiling = (request for request in self.compiling.values() if not request.is_compiled)
+        compiling = (one for one in self.compiling.values() if not (one.is_compiled or one.awaits_replay))
         for request in [*self.loading.values(), *self.waiting.expiring, *self.running, *compiling]:
             if (error := request.expired(now)) is not None:
                 self._fail(request, *error)

@@ -31,7 +31,8 @@ Without objectives prompts lengthen a step by the factor that its streams ask fo
 prompts wait behind others the factor is six times as large, since near full load prompts would get too little time
 (`stretched_tokens`). Requests that have waited for a grammar are paced in any case: compilations end in bursts, and all
 their prompts in one step would stop the streams. They enter one by one (`num_entering`), and while there are no other
-prompts theirs are cut as well (`entering_tokens`).
+prompts theirs are cut as well (`entering_tokens`). Before that their grammars follow the outputs that came with them,
+for a part of a step at a time (`replay_s`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _ENTERING_PART = 0.25
 """By how much compiled requests may lengthen a step of the streams."""
 _ENTERING_STEPS = 8
 """A step takes at least one of so many parts of all prompts that enter: they wait for streams, but no backlog grows."""
+_MIN_REPLAY_S, _MAX_REPLAY_S = 0.005, 0.05
+"""Of one step: the least keeps replays going beside short steps, the most keeps the loop answering commands."""
 _QUEUED = 6.0
 """The stretch of a step is multiplied by this while prompts wait behind others."""
 _URGENT = 0.8
@@ -159,6 +162,15 @@ def entering_tokens(cost: StepCost | None, num_streams: int, num_left: int) -> i
     if cost is not None and cost.per_token_s > 0:  # 0 as long as no step had prompt tokens
         by_time = int(_ENTERING_PART * cost.seconds(num_streams) / cost.per_token_s)
     return max(by_time, -(-num_left // _ENTERING_STEPS), MIN_TOKENS)
+
+
+def replay_s(cost: StepCost | None, num_streams: int) -> float:
+    """CPU seconds before the next step in which grammars may follow outputs from elsewhere: a quarter of the step, 5 to
+    50 ms, and without streams 50 ms."""
+    if num_streams == 0:
+        return _MAX_REPLAY_S
+    by_time = 0.0 if cost is None else _ENTERING_PART * cost.seconds(num_streams)
+    return min(max(by_time, _MIN_REPLAY_S), _MAX_REPLAY_S)
 
 
 def most_entering(max_tokens: int) -> int:

@@ -20,6 +20,7 @@ from engine.scheduling.step_budget import (
     may_begin,
     num_entering,
     prompt_budget,
+    replay_s,
     slack_s,
     stretched_tokens,
 )
@@ -216,6 +217,11 @@ def test_compiled_requests_enter_as_long_as_they_lengthen_the_step_of_streams_by
     assert num_entering(cost, 4, [0] * 9) == 6, "a quarter of 24 ms"
     assert num_entering(cost, 4, [2] * 9) == 3
     assert num_entering(cost, 4, [5000, 1]) == 1, "one always enters"
+
+
+def test_replays_lengthen_the_step_of_streams_by_a_quarter_within_bounds() -> None:
+    assert replay_s(StepCost(0.020, 0.001, 0.0005), 4) == pytest.approx(0.006), "a quarter of 24 ms"
+    assert (replay_s(None, 1), replay_s(StepCost(1.0, 0.001, 0.0005), 4), replay_s(None, 0)) == (0.005, 0.05, 0.05)
 
 
 def test_prompts_that_enter_lengthen_the_step_of_streams_by_a_quarter() -> None:
