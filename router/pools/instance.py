@@ -237,6 +237,12 @@ class UpstreamInstance:
         return self._lost is None and self._load is not None and self._load.draining
 
     @property
+    def has_left(self) -> bool:
+        """Whether its address has left the pool and no process reports there any more. A call that it has completed may
+        be open: the one for a prompt, for as long as another instance decodes."""
+        return self._is_leaving and self._lost is not None
+
+    @property
     def report_age_s(self) -> float:
         return self._failure_detector.report_age_s
 

@@ -6,8 +6,9 @@ address discovered ──▶ watched ──gone from the discovery──▶ leav
                           ▲────────── discovered again ─────────┘
 
 An instance that leaves gets no new calls and is watched to its end: one that drains vanishes from the DNS long before
-its streams are over, those of other routers included, and one that dies meanwhile must still be noticed. Two addresses
-of one process (IPv4 and IPv6) are one instance: the first that is ready represents it.
+its streams are over, those of other routers included, and one that dies meanwhile must still be noticed. Once its
+process has ended it counts no more. Its connection stays open until the streams end whose prompts it computed, for a
+late release. Two addresses of one process (IPv4 and IPv6) are one instance: the first that is ready represents it.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Pool:
 
     @property
     def instances(self) -> tuple[UpstreamInstance, ...]:
-        """All of them, ready or not, those that are leaving included."""
-        return tuple(instance for instance, _ in self._instances.values())
+        """All of them, ready or not, those that are leaving included until their processes have ended."""
+        return tuple(instance for instance, _ in self._instances.values() if not instance.has_left)
 
     @property
     def processes(self) -> tuple[UpstreamInstance, ...]:

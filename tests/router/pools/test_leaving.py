@@ -143,6 +143,29 @@ async def test_an_instance_that_has_left_and_ended_is_not_reported_as_lost(
         assert (await asking).is_exactly(100)
 
 
+async def test_an_instance_that_has_left_and_ended_counts_no_more_while_its_prompt_is_decoded(
+    model: ServedModel, model_folder: Path
+) -> None:
+    """A resize is complete, and its place in the autoscaler's `max_instances` free, when the process has ended."""
+    prefill, decode = fakes("prefill", Behaviour()), fakes("decode", slow())
+    async with routing(model, model_folder, decode, prefill) as (rig, prefills, _):
+        pool = rig.app.pools.prefill
+        asking = asyncio.create_task(rig.generate(max_tokens=100))
+        await decode[0].until("token", 2)
+        [instance] = pool.instances
+        key = instance.key
+        assert key is not None
+        prefills.now()
+        await until(lambda: instance.state == "leaving")
+        assert pool.processes == (instance,), "its process runs"
+        await prefill[0].kill()
+        await until(lambda: not pool.instances)
+        assert not instance.calls.is_empty, "the prompt's call is over"
+        assert pool.instance(key) is instance, "its connection is closed under a release"
+        assert (await asking).is_exactly(100)
+        await until(lambda: pool.instance(key) is None)
+
+
 async def test_an_instance_that_drains_for_other_routers_stays_until_it_has_ended(
     model: ServedModel, model_folder: Path
 ) -> None:
