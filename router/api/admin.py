@@ -46,7 +46,7 @@ def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pool
 
 def unseen(pool: Pool) -> Iterable[pools_pb2.Candidate]:
     """Instances without a snapshot: no info or load report of theirs has arrived."""
-    for instance in pool.instances:
+    for instance in pool.processes:
         if instance.view() is None:
             rejected = instance.out or "connecting"
             yield pools_pb2.Candidate(instance_id=instance.name, address=instance.address, rejected=rejected)
@@ -173,7 +173,8 @@ class PoolsService:
 
     async def _listed(self) -> pools_pb2.ListPoolsResponse:
         sizes = await self.sizes()  # first: everything after it is one snapshot
-        instances = [instance_of(role, instance, self.out(role, instance)) for role, instance in self._instances()]
+        processes = [(role, one) for role, pool in self._pools.by_role.items() for one in pool.processes]
+        instances = [instance_of(role, one, self.out(role, one)) for role, one in processes]
         instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
         pools = [self._status(role, sizes.get(role)) for role in WIRE_ROLES]
         return pools_pb2.ListPoolsResponse(instances=instances, pools=pools)

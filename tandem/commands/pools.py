@@ -156,7 +156,8 @@ LEFT = "its address has left the pool"
 
 class InstanceChanges:
     """Reports once for each instance that it starts, is ready, is out and is gone. Of one that leaves its pool only the
-    end is of interest: that its process ends before its last report is known is no failure."""
+    end is of interest: that its process ends before its last report is known is no failure. One with two addresses is
+    listed by either of them, and is one instance."""
 
     def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
         self._echo = echo
@@ -164,10 +165,11 @@ class InstanceChanges:
         self._names = {one.address: one.instance_id or one.address for one in before.instances}
 
     def update(self, now: pools_pb2.ListPoolsResponse) -> None:
+        self._follow_addresses(now)
         for one in now.instances:
             name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
             before = self._out.get(one.address)
-            if before is None and one.out:
+            if before is None and one.out not in ("", LEFT):
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
             elif before == LEFT and one.out:  # it ends, or its address has come back and it is not ready yet
                 continue
@@ -177,6 +179,16 @@ class InstanceChanges:
         for address in self._out.keys() - {one.address for one in now.instances}:
             del self._out[address]
             self._echo(f"  {self._names[address]} is gone")
+
+    def _follow_addresses(self, now: pools_pb2.ListPoolsResponse) -> None:
+        """What is known of an instance that is listed by its other address applies to that one. A new instance may have
+        the name of one that has left its pool."""
+        listed = {one.address for one in now.instances}
+        unlisted = {self._names[address]: address for address in self._out.keys() - listed}
+        for one in now.instances:
+            address = None if one.address in self._out else unlisted.get(one.instance_id)
+            if address is not None and (one.out == LEFT or self._out[address] != LEFT):
+                self._out[one.address] = self._out.pop(unlisted.pop(one.instance_id))
 
 
 def _without_digits(out: str) -> str:

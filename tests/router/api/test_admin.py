@@ -11,9 +11,11 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, instance_pb2, pools_pb2, pools_pb2_grpc
+from serving.settings import parse_address
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.pools.owned import WIRE_ROLES, owned
+from tests.router.pools.test_pools import beside
 from tests.router.rig import PROMPT, SHORT, TIMEOUT_S, Rig, slow
 from tests.waiting import until
 
@@ -200,6 +202,28 @@ async def test_a_drain_reaches_the_named_instance_alone(run: Run) -> None:
         assert [fake.behaviour.draining for fake in rig.decode] == [False, True]
         by_address = pools_pb2.DrainInstanceRequest(instance=rig.prefill[0].address, grace_s=1)
         assert (await stub.DrainInstance(by_address, timeout=TIMEOUT_S)).instance_id == "prefill-0"
+
+
+async def test_an_instance_at_two_addresses_is_listed_once_and_found_by_either(run: Run) -> None:
+    """`tandem pools resize` compares the number of instances that are listed with that of those that are ready."""
+    async with run(router=ADMIN, prefill=0) as rig:
+        first = rig.decode[0].address
+        second = f"localhost:{parse_address(first)[1]}"
+        async with (
+            beside(rig, decode=f"{first},{second}") as both,
+            grpc.aio.insecure_channel(both.app.admin_address or "") as channel,
+        ):
+            stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
+            pool = both.app.pools.decode
+            await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
+            listed = await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+            explained = await stub.ExplainPick(asked(SHORT), timeout=TIMEOUT_S)
+            assert [one.instance_id for one in listed.instances] == ["decode-0"]
+            assert [one.instance_id for one in explained.decode] == ["decode-0"]
+            assert [one.num_ready for one in listed.pools] == [0, 1]
+            for address in (first, second):
+                request = pools_pb2.DrainInstanceRequest(instance=address)
+                assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
 
 
 async def test_an_impossible_drain_is_rejected_with_a_reason(run: Run) -> None:
