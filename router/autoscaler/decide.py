@@ -96,6 +96,18 @@ class ScaleDecision:
     """The signal, its value and target, and what prevents the change."""
     limit: Hold | None = None
     """Of both pools, what `reason` says already: a pair may be balanced again."""
+    num_unowned: int = 0
+    """Processes of a pool whose size is unknown. The limits of both pools count them."""
+
+    @property
+    def num_before(self) -> int:
+        """What the limits of both pools count until now."""
+        return self.size + self.num_unowned
+
+    @property
+    def num_after(self) -> int:
+        """What they count with the new size."""
+        return self.new_size + self.num_unowned
 
     @property
     def direction(self) -> Direction | None:
@@ -121,7 +133,8 @@ def decide(
     latest = observations[-1]
     size = latest.size
     if size is None:
-        return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "no_actuator", "the pool has no owner that resizes it")
+        why = "the pool has no owner that resizes it"
+        return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "no_actuator", why, num_unowned=latest.num_present)
     if size == 0:
         stopped = "an operator has set the pool to 0, which stays until it is resized"
         return ScaleDecision(latest.role, latest.at_s, 0, 0, 0, "paused", stopped)
@@ -293,7 +306,7 @@ def balance(
     `num_present` are the processes of each pool that stay: its size by default. `num_ending` are those beyond them
     that have not ended yet.
     """
-    before, decided = (prefill.size, decode.size), (prefill.new_size, decode.new_size)
+    before, decided = (prefill.num_before, decode.num_before), (prefill.num_after, decode.num_after)
     present = before if num_present is None else num_present
     if _is_allowed(before, decided, present, num_ending, settings):
         return prefill, decode
@@ -316,15 +329,15 @@ def in_order(
 ) -> tuple[Role, Role]:
     """Which of two balanced decisions to apply first and second. The first is allowed while the other pool has its
     present size, if either is, so that the limits are kept between both, and if the second proves impossible."""
-    before = (prefill.size, decode.size)
-    prefill_alone = (prefill.new_size, decode.size)
+    before = (prefill.num_before, decode.num_before)
+    prefill_alone = (prefill.num_after, decode.num_before)
     if _is_allowed(before, prefill_alone, before, num_ending, settings):
         return "prefill", "decode"
     return "decode", "prefill"
 
 
 def _between(decision: ScaleDecision) -> range:
-    return range(min(decision.size, decision.new_size), max(decision.size, decision.new_size) + 1)
+    return range(min(decision.num_before, decision.num_after), max(decision.num_before, decision.num_after) + 1)
 
 
 def _is_allowed(before: Sizes, sizes: Sizes, present: Sizes, num_ending: int, settings: AutoscalerSettings) -> bool:
@@ -368,7 +381,7 @@ def _unmet(decisions: Sequence[ScaleDecision], sizes: Sizes) -> tuple[float, flo
 
 
 def _limited(decision: ScaleDecision, size: int, hold: Hold, why: str) -> ScaleDecision:
-    if size == decision.new_size:
+    if size == decision.num_after:
         return decision
     reason = decision.reason if decision.limit == hold else f"{decision.reason}; {why}"
     return replace(decision, new_size=size, hold=hold if size == decision.size else None, reason=reason, limit=hold)

@@ -84,7 +84,8 @@ class InstanceLoad:
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """One pool at one moment. All but role, time, size and `num_ending` are meaningful only without a problem."""
+    """One pool at one moment. All but role, time, size, `num_present` and `num_ending` are meaningful only without a
+    problem."""
 
     role: Role
     at_s: float
@@ -98,8 +99,10 @@ class PoolObservation:
     num_silent: int = 0
     num_silent_routers: int = 0
     """Other routers whose queue and latencies are unknown."""
+    num_present: int = 0
+    """Processes that neither drain nor leave."""
     num_ending: int = 0
-    """Processes that drain or leave, and ready ones beyond `size`."""
+    """Processes that drain or leave, and ready ones beyond a known `size`."""
     queue: QueueSample = EMPTY_QUEUE
     latency_s: float | None = None
     """TTFT (prefill) or ITL (decode) at `latency_quantile` of the recent requests; None: too few."""
@@ -138,8 +141,10 @@ def observe(
     stale_s: float,
 ) -> PoolObservation:
     """The observation that the samples make. Pure; never raises: an error becomes the observation's problem."""
+    num_present = sum(sample.state not in ENDING for sample in samples)
     num_ready = sum(sample.state == "ready" and sample.view is not None for sample in samples)
-    num_ending = sum(sample.state in ENDING for sample in samples) + max(num_ready - (size or 0), 0)
+    num_surplus = 0 if size is None else max(num_ready - size, 0)
+    num_ending = len(samples) - num_present + num_surplus
     try:
         _check_numbers("the router's queue", num_queued=queue.num_queued, delay_s=queue.delay_s)
         _check_numbers("the router's latencies", latency_s=latency_s)
@@ -151,7 +156,8 @@ def observe(
         warm_loads = tuple(load_of(role, sample, speed) for sample in warm)
         other_loads = tuple(load_of(role, sample, speed) for sample in others)
     except _InvalidReport as error:
-        return PoolObservation(role, at_s, size, num_ending=num_ending, problem=Problem("nonsense", str(error)))
+        problem = Problem("nonsense", str(error))
+        return PoolObservation(role, at_s, size, num_present=num_present, num_ending=num_ending, problem=problem)
     silent = [sample for sample in samples if _is_silent(sample, policy.start_timeout_s)]
     return PoolObservation(
         role=role,
@@ -161,6 +167,7 @@ def observe(
         others=other_loads,
         young=frozenset(one.name for one in warm if not _is_warm(one, policy.settled_s)),
         num_silent=len(silent),
+        num_present=num_present,
         num_ending=num_ending,
         queue=EMPTY_QUEUE if any(load.is_blocked for load in warm_loads) else queue,
         latency_s=latency_s,

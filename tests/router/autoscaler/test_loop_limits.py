@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,12 +24,14 @@ HALF_AN_HOUR_S = 1800.0
 def run_loop(
     test: Callable[[Owner, Autoscaler], Coroutine[Any, Any, None]], size: int, load: dict[str, int], **limits: Any
 ) -> Owner:
-    """`test` beside the loop, in virtual time. Each pool has `size` instances at first, and each of them has `load`."""
+    """`test` beside the loop, in virtual time. Each pool has `size` instances at first, and each of them has `load`; a
+    pool that the owner does not have keeps them."""
     owner = Owner({"prefill": size, "decode": size})
 
     def observe(sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
         roles: tuple[Role, ...] = ("prefill", "decode")
-        return {role: pool_of(sizes[role], role=role, at_s=now(), **load) for role in roles}
+        seen = {role: pool_of(sizes.get(role, size), role=role, at_s=now(), **load) for role in roles}
+        return {role: replace(observation, size=sizes.get(role)) for role, observation in seen.items()}
 
     async def main() -> None:
         settings = settings_of(prefill={"max_size": 16}, decode={"max_size": 16}, **limits)
@@ -94,6 +97,35 @@ def test_a_pool_changes_alone_as_far_as_the_ratio_allows(
         assert owner.of == {refused: size, other: 2 * size if end > size else size // 2}
 
     run_loop(refusing, size, load, **limits)
+
+
+@ONE_IS_REFUSED
+def test_the_instances_of_a_pool_without_an_owner_count_in_the_ratio(
+    limits: dict[str, float], refused: Role, size: int, load: dict[str, int], end: int
+) -> None:
+    other: Role = "decode" if refused == "prefill" else "prefill"
+
+    async def unowned(owner: Owner, scaler: Autoscaler) -> None:
+        del owner.of[refused]
+        await asyncio.sleep(HALF_AN_HOUR_S)
+        assert scaler.statuses[refused].holds["no_actuator"] > 0
+        assert scaler.statuses[other].holds["ratio"] > 0
+
+    assert run_loop(unowned, size, load, **limits).of == {other: size}
+    limits = {name: limit / 2 if name == "min_ratio" else limit * 2 for name, limit in limits.items()}
+    assert run_loop(unowned, size, load, **limits).of == {other: 2 * size if end > size else size // 2}
+
+
+@pytest.mark.parametrize("unowned", ["prefill", "decode"])
+def test_the_instances_of_a_pool_without_an_owner_count_in_the_budget(unowned: Role) -> None:
+    other: Role = "decode" if unowned == "prefill" else "prefill"
+
+    async def overloaded(owner: Owner, scaler: Autoscaler) -> None:
+        del owner.of[unowned]
+        await asyncio.sleep(HALF_AN_HOUR_S)
+        assert scaler.statuses[other].holds["budget"] > 0
+
+    assert run_loop(overloaded, 2, OVERLOADED, max_instances=7).of == {other: 5}
 
 
 @pytest.mark.parametrize(("size", "load"), [(1, OVERLOADED), (8, IDLE)])

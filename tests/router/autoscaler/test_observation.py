@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.autoscaler.observation import InstanceSample, Problem
-from router.autoscaler.router_signals import QueueSample
+from router.autoscaler.observation import InstanceSample, Problem, observe
+from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample
 from router.autoscaler.settings import PoolPolicy
 from router.pools.instance import State
 from tests.router.autoscaler.builders import (
     BLOCK_SIZE,
+    NOW_S,
     NUM_BLOCKS,
     NUM_SEQS,
     SPEED,
+    STALE_S,
     instance,
     policy_of,
     pool,
@@ -71,6 +73,13 @@ def test_instances_that_end_count_whatever_the_others_report() -> None:
     assert observation.problem is not None
     assert observation.problem.kind == "nonsense"
     assert observation.num_ending == 2
+
+
+@pytest.mark.parametrize("num_waiting", [0, -3], ids=["valid", "nonsense"])
+def test_of_a_pool_of_unknown_size_what_stays_is_present_and_no_surplus(num_waiting: int) -> None:
+    instances = instance("a", num_waiting=num_waiting), starting("b"), instance("c", state="leaving")
+    observation = observe("decode", NOW_S, None, instances, EMPTY_QUEUE, None, policy_of(), STALE_S)
+    assert (observation.num_present, observation.num_ending) == (2, 1)
 
 
 def test_a_second_address_of_a_process_is_no_second_process_that_is_to_go() -> None:
