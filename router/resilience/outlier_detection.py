@@ -8,8 +8,8 @@ lack of room, nor the wait for it. Failures at the same moment are one event. A 
 load reports (router/pools/instance.py); this is for those that report and yet fail. A new process at the address has
 no record.
 
-At most a share of a pool is ejected, and never its last ready instance. If no other instance is available, an ejected
-one is picked nevertheless (`Dispatcher._plan_now`).
+At most a share of a pool's ready instances is ejected, and never the last one. If no other instance is available, an
+ejected one is picked nevertheless (`Dispatcher._plan_now`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EjectionSettings(Section):
 
     failures: int = setting(5, "Failures in a row, with no token between them, that eject an instance.", ge=1)
     ejection_s: float = setting(30.0, "Seconds of the first ejection; the n-th lasts n times as long.", gt=0)
-    max_share: float = setting(0.5, "Share of a pool that may be ejected at once.", ge=0, le=1)
+    max_share: float = setting(0.5, "Share of a pool's ready instances that may be ejected at once.", ge=0, le=1)
 
 
 @dataclass(slots=True)
@@ -104,9 +104,12 @@ class OutlierDetection:
         record.on_probation = True
 
     def _may_eject(self, key: InstanceKey, pool: Sequence[InstanceView]) -> bool:
+        """Whether others remain, and the ejected ones are within their share of those that are ready. This one counts
+        as ready: that it fails may be why it is lost."""
         ejected = {view.key for view in pool if self.ejected_s(view.key) is not None}
-        others = [view for view in pool if view.key != key and view.out is None and view.key not in ejected]
-        return bool(others) and len(ejected) + 1 <= self._settings.max_share * len(pool)
+        ready = {view.key for view in pool if view.out is None}
+        others = ready - ejected - {key}
+        return bool(others) and len(ejected) + 1 <= self._settings.max_share * len(ready | {key})
 
     def _forget(self, pool: Sequence[InstanceView], now_s: float) -> None:
         """Drops the records of processes that are gone."""

@@ -127,6 +127,34 @@ def test_at_most_half_of_a_pool_is_ejected() -> None:
     assert scenario.out() == [4], "it had failed all the while"
 
 
+@pytest.mark.parametrize("out", ["draining", "its address has left the pool", "no load report for 2 s"])
+def test_instances_that_are_out_otherwise_do_not_count_in_the_share(out: str) -> None:
+    """As the old ones in a rolling update."""
+    scenario = Scenario(8)
+    scenario.pool[4:] = [view(f"d{index}", out=out) for index in range(4, 8)]
+    for index in range(4):
+        scenario.fail(index)
+    assert [index for index in scenario.out() if index < 4] == [0, 1]
+
+
+def test_an_instance_that_is_lost_whenever_it_fails_is_ejected() -> None:
+    scenario = Scenario(2)
+    healthy, scenario.pool[0] = scenario.pool[0], view("d0", out="its load stream ended")
+    scenario.fail(0)
+    scenario.pool[0] = healthy
+    assert scenario.out() == [0]
+
+
+def test_instances_that_are_lost_together_are_not_all_ejected() -> None:
+    scenario = Scenario(8)
+    healthy = scenario.pool
+    scenario.pool = [*(view(f"d{index}", out="its load stream ended") for index in range(7)), healthy[7]]
+    for index in range(7):
+        scenario.fail(index)
+    scenario.pool = healthy
+    assert scenario.out() == [0]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_last_ready_instance_is_never_ejected(size: int) -> None:
     scenario = Scenario(size)
