@@ -254,6 +254,8 @@ class WorkerHalf:
     def _reserve(self, reservation: Reservation) -> None:
         transfer = self._transfers[reservation.request_id]
         transfer.block_ids = reservation.block_ids
+        if (remote_kv := transfer.request.spec.remote_kv) is not None:
+            transfer.request.deadline = time.monotonic() + remote_kv.reservation_s
         num_local_blocks = reservation.num_local_tokens // self._block_size
         self._events.append(ReservedEvent(transfer.name, reservation.num_local_tokens, num_local_blocks))
         if reservation.block_ids:

@@ -58,7 +58,7 @@ from kv_transfer.transfer.connector import (
     progress_of,
     self_test_error,
 )
-from kv_transfer.transfer.loader import LoadOp
+from kv_transfer.transfer.loader import Load, LoadOp
 from kv_transfer.transfer.producer import SaveOp
 
 _log = logging.getLogger(__name__)
@@ -158,14 +158,15 @@ class NixlConnector(TransferConnector):
         return None
 
     def start_io(self) -> None:
-        deadline = self._clock() + self._options.load_timeout_s
+        now = self._clock()
         for _, group in groupby(self._loader.take_ops(), key=lambda op: id(op.owner)):
             ops = list(group)
             for first in range(0, len(ops), self._num_pages_per_read):
                 some = ops[first : first + self._num_pages_per_read]
                 source = self._loader.source(some[0])
                 digests = [source.digests[op.block_index] for op in some] if self._key is not None else []
-                read = Read(some[0].owner, source.metadata, some, digests, deadline)
+                owner = some[0].owner
+                read = Read(owner, source.metadata, some, digests, owner.read_deadline(now))
                 self._reads[read] = None
                 self._reader.submit(read)
         for op in self._producer.take_ops():
@@ -284,11 +285,15 @@ class NixlConnector(TransferConnector):
 
     def _give_up_late_reads(self, now: float) -> None:
         for read in list(self._reads):
-            if read.late_at <= now and not read.owner.holds_blocks:
-                silence = f"pages did not come within {self._options.load_timeout_s:g} s"
-                self._loader.give_up(read.owner, read.owner.lateness(silence))
-                num_late = sum(len(other.ops) for other in self._reads if other.owner is read.owner)
-                self.counters.loaded.failures["timeout"] += num_late
+            if read.late_at <= now:
+                self._give_up(read.owner, read.owner.lateness("pages did not come"), "timeout")
+
+    def _give_up(self, load: Load, why: str, failure: str) -> None:
+        """Stop waiting for the reads of a load, and count their pages; `failure` is the counter's label."""
+        if load.holds_blocks:
+            return
+        self._loader.give_up(load, why)
+        self.counters.loaded.failures[failure] += sum(len(read.ops) for read in self._reads if read.owner is load)
 
     def _rebuild_if_due(self, now: float) -> None:
         for read in self._reads:

@@ -239,8 +239,9 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Maximum number of such releases, and of ended transfers, remembered."""
     load_timeout_s: float = 10.0
     """How long pages may take once they were announced, or looked up, and after each page that came, seconds; pages
-    that are late are computed. While pages come, a hand-over has nine tenths of its reservation, a lookup three times
-    as long. A store that ends nothing for so long while it should save fails these hand-overs."""
+    that are late are computed. In all a hand-over has nine tenths of its reservation, a prompt nine tenths of the time
+    within which it must begin, and a lookup three times as long as this. A store that ends nothing for so long counts
+    as hanging, and fails the hand-overs that it should save."""
     shutdown_timeout_s: float = 2.0
     """How long to wait for I/O in flight at shutdown, seconds. An instance kills its core after 5 s."""
 

@@ -12,9 +12,11 @@ the first bad one are used, the engine computes the rest. A result waits until n
 then writes to the same blocks. An operation carries its `Load`, so one that ends late never counts for another request,
 even one with the same id. Waiting for an announcement ends with the attach stream (its silence is a failure) or with
 the request's reservation, which the scheduler watches; waiting for the store ends `load_timeout_s` after the last
-announcement, that of a lookup after `reserve`. Each read that ends well puts this off, up to `Load.latest`: until then
-a long load may take as long as its reads go on, and past it the rest is computed, while there is time for it. A read
-that may never end is given up: its blocks stay with the connector, and the engine computes into others.
+announcement, that of a lookup after `reserve`, or at `Load.latest` if that is earlier. Each read that ends well puts
+this off, up to `Load.latest`: until then a long load may take as long as its reads go on, and past it the rest is
+computed, while there is time for it. A read that may never end is given up: its blocks stay with the connector, and the
+engine computes into others. The store counts as hanging once it has kept a load silent for `load_timeout_s`, whether
+its request still waits for it, was computed meanwhile, or was aborted.
 
 Pure: no I/O, no clock; used in the step loop alone. I/O threads read `Load.skip_from` too; at worst they see it late.
 """
@@ -32,11 +34,11 @@ from engine.scheduling.request import Request
 from kv_transfer.page.naming import PageName, PageNames, PageNaming, PageOp
 
 _MAX_LOOKUP_TIMEOUTS = 3
-"""Time-outs that a lookup may take while its reads go on: its prompt could be computed instead. One if the request will
-be handed over: the decode instance's reservation has begun before."""
+"""Time-outs that a lookup may take while its reads go on: its prompt could be computed instead. One where a reservation
+began before: that of the decode instance, or its own at another connector."""
 _MAX_PART = 0.9
-"""Part of the time after which a request fails that its load may take while its reads go on. What is left of it is for
-the computation of the rest to begin."""
+"""Part of the time after which a request fails that its load may take. What is left of it is for the computation of the
+rest to begin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,11 +62,15 @@ class Load:
     verified: set[int] = field(default_factory=set)
     complete: bool = False
     failure: str | None = None
-    deadline: float = math.inf
+    timeout_s: float = math.inf
     latest: float = math.inf
-    """Until when reads that end well put the deadline off."""
-    moves_until: float = -math.inf
-    """Until when the last of them has put it off."""
+    """Until when it is waited for, whatever ends well: what is left is for the rest of its prompt."""
+    ends_at: float = math.inf
+    """When the request fails if it is waited for until then."""
+    asked_at: float = math.inf
+    """When pages were last announced, or looked up."""
+    moved_at: float = -math.inf
+    """When a read has last ended well."""
     skip_from: int = sys.maxsize
     """Reads of pages from this index on are cancelled."""
     inspected: bool = False
@@ -73,22 +79,40 @@ class Load:
     """Aborted or given up, and its blocks are in use until the reads in flight have ended."""
     retained_id: str | None = None
     """Given up: what `take_output` will name as freed."""
+    is_judged: bool = False
+    """Its silence has been counted against the store, or excused."""
 
     @property
     def has_cancelled(self) -> bool:
         """Some of its reads are not to be begun any more."""
         return self.skip_from < len(self.pages)
 
+    def read_deadline(self, asked_at: float) -> float:
+        """When a read that begins at `asked_at` is late: at `latest`, or after half of what is left if that is more."""
+        return min(asked_at + self.timeout_s, max(self.latest, (asked_at + self.ends_at) / 2))
+
+    @property
+    def moves_until(self) -> float:
+        """Until when the last read that ended well has put the deadline off."""
+        return min(self.moved_at + self.timeout_s, self.latest)
+
     @property
     def late_at(self) -> float:
         """When it is given up if no further read ends."""
-        return max(self.deadline, self.moves_until)
+        return max(self.read_deadline(self.asked_at), self.moves_until)
+
+    @property
+    def silent_at(self) -> float:
+        """When the store has ended nothing of it for `timeout_s`, if no further read ends."""
+        return max(self.asked_at, self.moved_at) + self.timeout_s
 
     def lateness(self, silence: str) -> str:
         """Why it was given up; `silence`: where none of its reads has ended well."""
-        if not self.verified:
-            return silence
-        return f"only {len(self.verified)} of {len(self.pages) - self.num_local_blocks} pages came in time"
+        if self.verified:
+            return f"only {len(self.verified)} of {len(self.pages) - self.num_local_blocks} pages came in time"
+        if self.late_at < self.silent_at:
+            return f"{silence} in time for the rest to be computed"
+        return f"{silence} within {self.timeout_s:g} s"
 
     @property
     def is_over(self) -> bool:
@@ -142,6 +166,8 @@ class Loader:
         self._loads: dict[str, Load] = {}
         self._ops: list[LoadOp] = []
         self._output = KVConnectorOutput()
+        self._abandoned: set[Load] = set()
+        """Given up or aborted, with reads in flight."""
         self._num_given_up = 0
         self._moved_at = -math.inf
         """When a read has last ended well."""
@@ -170,6 +196,7 @@ class Loader:
             if naming.num_tail_tokens(request):
                 tail = naming.tail(request, hashes, transfer_id)
         pages = PageNames(naming, hashes, request.root_hash, num_full, tail)
+        latest, ends_at = self._limits(request, now)
         load = self._loads[request.request_id] = Load(
             request_id=request.request_id,
             transfer_id=transfer_id,
@@ -182,10 +209,12 @@ class Loader:
             is_lookup=is_lookup,
             num_started=num_local_blocks,
             complete=is_lookup,
-            latest=self._latest(request, now),
+            timeout_s=self._load_timeout_s,
+            latest=latest,
+            ends_at=ends_at,
         )
         if is_lookup:
-            load.deadline = now + self._load_timeout_s
+            load.asked_at = now
             self._queue_until(load, num_local_blocks + 1)
 
     def request_finished(self, request: Request) -> bool:
@@ -195,7 +224,8 @@ class Loader:
             return False
         self._drop_queued(load)
         load.skip_from = 0
-        load.holds_blocks = load.num_in_flight > 0
+        if load.num_in_flight:
+            self._abandon(load)
         return load.holds_blocks
 
     def handle_progress(self, command: KVProgress, now: float) -> None:
@@ -212,7 +242,7 @@ class Loader:
             num_ready = 0
         elif command.failed is not None:
             load.failure = command.failed
-        load.deadline = now + self._load_timeout_s
+        load.asked_at = now
         self._queue_until(load, num_ready)
         self._settle(load)
 
@@ -224,24 +254,29 @@ class Loader:
         load.num_in_flight -= 1
         if failure is None:
             load.verified.add(op.block_index)
-            self._moved_at = now
-            load.moves_until = min(now + self._load_timeout_s, load.latest)
+            self._moved_at = load.moved_at = now
             if load.is_lookup and load.failure is None and not load.holds_blocks:
                 self._queue_until(load, len(load.pages))
         else:
             self._fail(load, failure, op.block_index)
         if load.holds_blocks and load.num_in_flight == 0:
             load.holds_blocks = False
+            self._abandoned.discard(load)
             self._output.freed_request_ids.append(load.retained_id or load.request_id)
         self._settle(load)
 
     def expire(self, now: float) -> int:
-        """Give up reads that the store has not completed in time; returns for how many requests. 0: it has completed
-        others meanwhile."""
-        late = [load for load in self._loads.values() if load.num_in_flight and load.late_at <= now]
-        for load in late:
-            self.give_up(load, load.lateness(f"the store did not deliver within {self._load_timeout_s:g} s"))
-        return len(late) if self._moved_at + self._load_timeout_s <= now else 0
+        """Give up reads that have not ended in time; returns for how many requests the store counts as hanging: it has
+        kept one silent for the time-out, and has completed no read of others meanwhile."""
+        for load in [load for load in self._loads.values() if load.num_in_flight and load.late_at <= now]:
+            self.give_up(load, load.lateness("the store did not deliver"))
+        is_silent = self._moved_at + self._load_timeout_s <= now
+        hangs = is_silent and any(load.silent_at <= now for load in self._abandoned)
+        # Once it hangs, every further request that had to leave it counts at once: its reads only queue behind others.
+        judged = [load for load in self._abandoned if not load.is_judged and (hangs or load.silent_at <= now)]
+        for load in judged:
+            load.is_judged = True
+        return len(judged) if hangs else 0
 
     def give_up(self, load: Load, failure: str) -> None:
         """Stop waiting for reads of this load that have begun."""
@@ -254,14 +289,15 @@ class Loader:
         del self._loads[load.request_id]
         self._num_given_up += 1
         load.retained_id = f"{load.request_id}/given-up/{self._num_given_up}"
-        load.holds_blocks = True
+        self._abandon(load)
         self._output.loaded.append(load.result())
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` may have something to do; None: never."""
-        deadlines = [load.late_at for load in self._loads.values() if load.num_in_flight]
-        return min(deadlines) if deadlines else None
+        late_at = [load.late_at for load in self._loads.values() if load.num_in_flight]
+        silent_at = [load.silent_at for load in self._abandoned if not load.is_judged]
+        return min([*late_at, *silent_at], default=None)
 
     # Decisions for the connector to apply
 
@@ -285,17 +321,21 @@ class Loader:
     def _is_lookup(self, request: Request) -> bool:
         return request.spec.remote_kv is None or self._prefix_only
 
-    def _latest(self, request: Request, now: float) -> float:
-        """Until when a load may take while its reads go on: at the end of its reservation, or of the time within which
-        it must begin, a request fails."""
-        spec = request.spec
-        if spec.remote_kv is None:
-            begin_s = math.inf if spec.begin_s is None else spec.begin_s
-            num_timeouts = 1 if request.is_handed_over else _MAX_LOOKUP_TIMEOUTS  # the reservation elsewhere has begun
-            return min(now + num_timeouts * self._load_timeout_s, request.arrived_s + _MAX_PART * begin_s)
-        if self._prefix_only:
-            return now + self._load_timeout_s  # another connector has used up a part of the reservation
-        return now + _MAX_PART * spec.remote_kv.reservation_s
+    def _limits(self, request: Request, now: float) -> tuple[float, float]:
+        """Until when a load may take, and when its request fails: at the end of its reservation, or of the time within
+        which it must begin."""
+        spec, total_s, ends_at = request.spec, 0.0, math.inf
+        if spec.remote_kv is not None:
+            total_s = spec.remote_kv.reservation_s
+            ends_at = now + total_s if request.deadline is None else request.deadline
+        elif spec.begin_s is not None and request.is_untouched:
+            total_s = spec.begin_s
+            ends_at = request.arrived_s + total_s
+        latest = ends_at - (1 - _MAX_PART) * total_s
+        if self._is_lookup(request):
+            has_reservation = request.is_handed_over or spec.remote_kv is not None  # it began before the lookup
+            latest = min(latest, now + (1 if has_reservation else _MAX_LOOKUP_TIMEOUTS) * self._load_timeout_s)
+        return latest, ends_at
 
     def _num_lookup_pages(self, request: Request) -> int:
         """Full blocks to look up. Of a prompt that is computed here, one token must be left to compute."""
@@ -313,6 +353,11 @@ class Loader:
         load.failure = load.failure or failure
         load.skip_from = min(load.skip_from, index)
         self._drop_queued(load)
+
+    def _abandon(self, load: Load) -> None:
+        """Its request waits no more for its reads in flight, which keep its blocks."""
+        load.holds_blocks = True
+        self._abandoned.add(load)
 
     def _drop_queued(self, load: Load) -> None:
         kept = [op for op in self._ops if op.owner is not load]

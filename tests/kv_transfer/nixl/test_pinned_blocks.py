@@ -28,6 +28,7 @@ from tests.kv_transfer.nixl.fake_reader import FakeReader
 NUM_BLOCKS = 24
 TIMEOUT_S = 5.0
 MAX_AGE_S = 20.0
+RESERVATION_S = 1000.0
 
 
 class FakeLendingAgent(LendingAgent):
@@ -132,7 +133,7 @@ class Reading(RuleBasedStateMachine):
             request_id=request_id,
             prompt_token_ids=[salt + 10, *range(num_tokens - 1)],
             params=SamplingParams(max_tokens=3, ignore_eos=True),
-            remote_kv=RemoteKV(transfer_id=request_id, reservation_s=1000.0),
+            remote_kv=RemoteKV(transfer_id=request_id, reservation_s=RESERVATION_S),
         )
         request = Request.from_spec(spec, arrival=len(request_id), fingerprint=FINGERPRINT.hex())
         self.requests[request_id] = request
@@ -232,10 +233,11 @@ class Reading(RuleBasedStateMachine):
         self.connector.shutdown()
 
 
-def reading_of(num_blocks: int) -> Reading:
-    """One request, all of whose blocks are being read."""
+def reading_of(num_blocks: int, announced_at: float = 0.0) -> Reading:
+    """One request, all of whose blocks are being read; it has a reservation of RESERVATION_S."""
     reading = Reading()
     reading.add(num_tokens=num_blocks * BLOCK_SIZE, salt=0)
+    reading.now = announced_at
     [(request_id, request)] = reading.requests.items()
     metadata, num_tokens = metadata_of(num_blocks), request.num_initial_tokens
     reading.connector.handle(KVProgress(request_id, num_blocks, connector_metadata=metadata, num_tokens=num_tokens))
@@ -302,6 +304,18 @@ def test_a_load_may_take_as_long_as_its_reads_go_on() -> None:
         reading.step()
         assert reading.connector.next_deadline_s() == (TIMEOUT_S if reading.reader.reads else None)
     assert not reading.connector.counters.loaded.failures
+    reading.teardown()
+
+
+@pytest.mark.parametrize(("announced_at", "wait_s"), [(0.0, TIMEOUT_S), (993.0, 3.5), (996.0, 2.0)])
+def test_pages_that_are_announced_late_are_given_up_before_their_reservation_ends(
+    announced_at: float, wait_s: float
+) -> None:
+    reading = reading_of(num_blocks=3, announced_at=announced_at)
+    assert reading.connector.next_deadline_s() == pytest.approx(wait_s)
+    reading.time_passes(seconds=wait_s + 0.001)
+    assert reading.connector.num_quarantined_blocks == 3
+    assert reading.connector.counters.loaded.failures == {"timeout": 3}
     reading.teardown()
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine import failpoints
@@ -17,7 +16,7 @@ from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey, PageNaming
-from kv_transfer.transfer.loader import Loader, LoadOp
+from kv_transfer.transfer.loader import Loader
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     FINGERPRINT,
@@ -397,88 +396,3 @@ def test_an_aborted_lookup_frees_the_blocks_with_the_read_in_flight_though_it_fi
 def test_lookups_can_be_switched_off(filled_store: MemoryStore) -> None:
     core = Core(filled_store, lookup=False)
     assert core.connector.get_num_new_matched_tokens(make_request(PROMPT), 0) == 0
-
-
-# How long a load may take. Pages are announced, or looked up, at 0 s.
-
-
-def timed_loader(**options: bool) -> Loader:
-    return Loader(PageNaming.of(FINGERPRINT, LAYOUT), load_timeout_s=1.0, **options)
-
-
-def announced(loader: Loader, name: str = "request") -> list[LoadOp]:
-    """The reads of a hand-over, with a reservation of 5 s, all of whose pages are there."""
-    loader.reserve(reader_of(request_id=name), list(range(NUM_PAGES)), 0, now=0.0)
-    loader.handle_progress(KVProgress(name, NUM_FULL, num_tokens=len(PROMPT)), now=0.0)
-    return loader.take_ops()
-
-
-def trickle(loader: Loader, ops: Sequence[LoadOp], every_s: float) -> float:
-    """Reads end well, one after the other. Returns when the last one has ended or their load is given up."""
-    now, pending = 0.0, list(ops)
-    while pending:
-        now += every_s
-        loader.expire(now)
-        op = pending.pop(0)
-        if op.owner.holds_blocks:
-            break
-        loader.op_ended(op, None, now)
-        pending += loader.take_ops()
-    return now
-
-
-def test_a_load_may_take_as_long_as_its_reads_go_on() -> None:
-    loader = timed_loader()
-    assert trickle(loader, announced(loader), every_s=0.7) == pytest.approx(NUM_PAGES * 0.7)
-    [result] = loader.take_output().loaded
-    assert (result.num_verified_tokens, result.reason) == (len(PROMPT), None)
-
-
-def test_a_load_whose_reads_stop_is_given_up_in_time_and_keeps_what_came() -> None:
-    loader = timed_loader()
-    trickle(loader, announced(loader)[:2], every_s=0.7)
-    assert loader.next_deadline == pytest.approx(1.4 + 1.0)
-    assert loader.expire(now=2.3) == 0
-    assert not loader.take_output().loaded
-    assert loader.expire(now=2.5) == 1
-    [result] = loader.take_output().loaded
-    assert (result.num_verified_tokens, result.reason) == (2 * BLOCK_SIZE, f"only 2 of {NUM_PAGES} pages came in time")
-    assert result.retained_id is not None
-
-
-def test_a_slow_load_ends_before_its_reservation_does_and_the_rest_is_computed() -> None:
-    loader = timed_loader()
-    assert trickle(loader, announced(loader), every_s=0.95) == pytest.approx(5 * 0.95)
-    [result] = loader.take_output().loaded
-    assert result.num_verified_tokens == 4 * BLOCK_SIZE
-
-
-@pytest.mark.parametrize(("begin_s", "num_found"), [(None, 3), (2.5, 2)])
-def test_a_slow_lookup_ends_after_three_time_outs_and_before_its_prompt_must_begin(
-    begin_s: float | None, num_found: int
-) -> None:
-    loader, request = timed_loader(lookup=True), make_request(PROMPT)
-    request.spec, request.arrived_s = msgspec.structs.replace(request.spec, begin_s=begin_s), 0.0
-    loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
-    trickle(loader, loader.take_ops(), every_s=0.9)
-    [result] = loader.take_output().loaded
-    assert result.num_verified_tokens == num_found * BLOCK_SIZE
-
-
-def test_a_slow_lookup_of_a_prompt_that_is_handed_over_ends_after_one_time_out() -> None:
-    """The decode instance's reservation, within which the prompt has to be computed, began before it."""
-    loader, request = timed_loader(lookup=True), make_request(PROMPT, hold=True)
-    loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
-    assert trickle(loader, loader.take_ops(), every_s=0.4) == pytest.approx(1.2)
-    [result] = loader.take_output().loaded
-    assert result.num_verified_tokens == 2 * BLOCK_SIZE
-
-
-def test_a_store_that_ends_other_reads_is_not_one_that_hangs() -> None:
-    loader = timed_loader()
-    announced(loader, "waiting")
-    loader.op_ended(announced(loader, "begun")[0], None, now=0.5)
-    assert loader.expire(now=1.2) == 0
-    [result] = loader.take_output().loaded
-    assert (result.request_id, result.reason) == ("waiting", "the store did not deliver within 1 s")
-    assert loader.expire(now=1.5) == 1
