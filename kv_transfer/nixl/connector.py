@@ -190,7 +190,6 @@ class NixlConnector(TransferConnector):
         return max(0.0, min(known) - self._clock()) if known else None
 
     def shutdown(self) -> None:
-        is_lending = len(self._leases) > 0
         self._producer.cancel_all(self._clock())
         self._loader.cancel_all()
         for read in self._reads:
@@ -198,8 +197,8 @@ class NixlConnector(TransferConnector):
         self._reader.shutdown(self._options.shutdown_timeout_s)
         self._threads.shutdown(self._options.shutdown_timeout_s)
         self._apply_results(self._clock())
-        if not is_lending:
-            self._lending_agent.close()  # else a peer may be reading, and the end of the process ends that safely
+        # The lending agent is not closed: peers may read from it past any lease, and only the process's end stops that
+        # without harm to them.
 
     # Lending
 

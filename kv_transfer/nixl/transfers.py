@@ -197,8 +197,8 @@ class LeaseTags:
 
 
 class LendingAgent:
-    """Owns the agent whose memory peers read. It is made once and never rebuilt: peers keep its metadata for as long as
-    this process lives."""
+    """Owns the agent whose memory peers read. It is made once, and neither rebuilt nor closed: peers keep its metadata
+    for as long as this process lives, and may read past the end of a lease (kv_transfer/nixl/agent.py)."""
 
     def __init__(self, epoch: bytes, pages: Region, tags: Region, settings: UcxSettings, key: bytes | None) -> None:
         self._epoch = epoch
@@ -234,10 +234,6 @@ class LendingAgent:
             block_ids=list(block_ids),
         )
         return encode(metadata, self._key)
-
-    def close(self) -> None:
-        """Destroy the agent. Only while no peer reads: see kv_transfer/nixl/agent.py."""
-        self._agent.close()
 
 
 class MemoryProducer(Producer):

@@ -158,9 +158,6 @@ class _FakeLendingAgent(LendingAgent):
         )
         return encode(metadata, self._key)
 
-    def close(self) -> None:
-        pass
-
 
 class ScriptedNixlConnector(NixlConnector):
     """Reads, digests and verifications end when the test ends them."""

@@ -9,8 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from kv_transfer.nixl.agent import UcxProcess, UcxSettings, cut_connections
+from kv_transfer.nixl.agent import NixlAgent, UcxProcess, UcxSettings, cut_connections
+from kv_transfer.nixl.connector import NixlConnector
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
 
 
 def marked(mark: int) -> tuple[socket.socket, socket.socket]:
@@ -57,3 +60,19 @@ def test_no_later_agent_has_the_mark_of_the_first_one_which_lends() -> None:
     assert marks[0] not in marks[1:]
     assert min(marks) >= 20
     assert len(set(marks)) == 60
+
+
+def test_a_shutdown_leaves_the_lending_agent_to_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease is left, but a peer's read may be."""
+    closed: list[str] = []
+    close = NixlAgent.close
+
+    def note(agent: NixlAgent) -> None:
+        closed.append(agent.name)
+        close(agent)
+
+    monkeypatch.setattr(NixlAgent, "close", note)
+    connector = NixlConnector(wake=lambda: None, digest=False)
+    connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
+    connector.shutdown()
+    assert [name.partition("-")[0] for name in closed] == ["reads"]

@@ -37,9 +37,6 @@ class FakeLendingAgent(LendingAgent):
     def __init__(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
-
 
 class FakeNixlConnector(NixlConnector):
     """The connector over a reader whose reads the test ends."""
