@@ -221,6 +221,7 @@ class NixlConnector(TransferConnector):
             self._pages,
             own_name=self._lending_agent.name,
             on_end=self._end_read,
+            on_stuck=self._read_stuck,
             on_rebuilt=self._end_rebuild,
         )
 
@@ -246,6 +247,10 @@ class NixlConnector(TransferConnector):
             reads.count_success(duration_s, read.post_s, num_bytes, num_descriptors)
         elif failure not in (SKIPPED, GIVEN_UP):
             reads.num_failed += 1
+
+    def _read_stuck(self, read: Read, failure: str) -> None:
+        """On the reading thread: something may write to its pages, and it will not end."""
+        self._call_later(lambda now: self._give_up(read.owner, failure, failure))
 
     def _verify(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> OpResult:
         if op.is_cancelled:

@@ -4,7 +4,7 @@
                 │              │                   │
                 └─cancelled─▶ ended "skipped"      │
                                ├──disconnected─────┴─▶ ended "nixl_remotedisconnect"
-                               ├──another error─▶ stuck: whether it still writes is unknown
+                               ├──another error─▶ stuck: `on_stuck`, as whether it still writes is unknown
                                └──rebuild: given up ─▶ ended "given_up"; wanted ─▶ queued again
 
 `on_end` reports each end once, when nothing of the read can write to memory any more. A frozen peer makes a read that
@@ -82,6 +82,8 @@ class Read:
 
 OnEnd = Callable[[Read, str | None, float], None]
 """Called with the read, its failure and its seconds, from any thread."""
+OnStuck = Callable[[Read, str], None]
+"""Called with the read and its failure, on the reading thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,11 +181,13 @@ class PageReader:
         *,
         own_name: str,
         on_end: OnEnd,
+        on_stuck: OnStuck,
         on_rebuilt: Callable[[], None],
     ) -> None:
         self._make_agent = make_agent
         self._region = pages
         self._on_end = on_end
+        self._on_stuck = on_stuck
         self._on_rebuilt = on_rebuilt
         self._jobs: queue.Queue[Read | Literal["rebuild", "end"]] = queue.Queue()
         self._queued: deque[Read] = deque()
@@ -299,7 +303,9 @@ class PageReader:
             self._end(active, error.reason)
         except NixlError as error:
             _log.error("a read from %s is stuck: %s", active.peer.name, error)
+            active.peer.num_moving -= active.stage == "pages"  # it does not block its peer
             active.stage = "stuck"
+            self._on_stuck(active.read, error.reason)
         else:
             if done:
                 self._end(active, None if self._is_tag_valid(active) else LEASE_ENDED)

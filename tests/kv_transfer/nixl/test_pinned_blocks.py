@@ -316,6 +316,21 @@ def test_pages_that_are_announced_late_are_given_up_before_their_reservation_end
     reading.teardown()
 
 
+def test_a_stuck_read_fails_its_load_at_once() -> None:
+    reading = reading_of(num_blocks=5)
+    [(request_id, request)] = reading.requests.items()
+    reading.connector._read_stuck(reading.reader.reads[0], "nixl_backend")
+    reading.step()
+    assert request.loaded, f"{request_id} waits"
+    assert reading.connector.num_quarantined_blocks == 5
+    assert reading.connector.counters.loaded.failures == {"nixl_backend": 5}
+    # STEP a second one of the same load counts no more
+    reading.connector._read_stuck(reading.reader.reads[1], "nixl_backend")
+    reading.step()
+    assert reading.connector.counters.loaded.failures == {"nixl_backend": 5}
+    reading.teardown()
+
+
 TestReading = Reading.TestCase
 TestReading.settings = settings(max_examples=15, stateful_step_count=40)
 

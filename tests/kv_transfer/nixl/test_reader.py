@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from kv_transfer.nixl.agent import Handle, NixlAgent, Region, Spans
+from kv_transfer.nixl.agent import Handle, NixlAgent, NixlError, Region, Spans
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import VERSION, TransferMetadata
 from kv_transfer.page.naming import PageName
@@ -22,12 +22,14 @@ _NAME = cast(PageName, None)  # the reader does not look at it
 
 
 class FakeAgent(NixlAgent):
-    """All reads end once one from the peer `answering` has begun."""
+    """All reads end once one from the peer `answering` has begun. The first `num_failing` ones fail instead."""
 
     transport = "(none)"
 
     def __init__(self) -> None:
         self.answering = ""
+        self.num_failing = 0
+        self.can_cut = False
         self.begun: list[str] = []
         self._handles = itertools.count()
         self._peers: dict[Handle, str] = {}
@@ -52,6 +54,8 @@ class FakeAgent(NixlAgent):
 
     def post(self, read: Handle) -> bool:
         self.begun.append(self._reads[read])
+        if len(self.begun) <= self.num_failing:
+            raise NixlError(RuntimeError("a fault that the test asked for"))
         return self.is_done(read)
 
     def is_done(self, read: Handle) -> bool:
@@ -64,6 +68,8 @@ class FakeAgent(NixlAgent):
         del self._peers[handle]
 
     def cut_connections(self) -> int:
+        if self.can_cut:
+            return 0
         raise OSError(errno.EMFILE, "a fault that the test asked for")
 
     def remove_peer(self, name: str) -> None:
@@ -93,11 +99,13 @@ class Reading:
     def __init__(self) -> None:
         self.agent = FakeAgent()
         self.ended: list[tuple[Read, str | None]] = []
+        self.stuck: list[tuple[Read, str]] = []
         self.reader = PageReader(
             lambda: self.agent,
             Region("DRAM", 0, 0, 8, 1),
             own_name="",
             on_end=lambda read, failure, seconds: self.ended.append((read, failure)),
+            on_stuck=lambda read, failure: self.stuck.append((read, failure)),
             on_rebuilt=lambda: None,
         )
 
@@ -124,6 +132,15 @@ def test_a_queued_read_begins_when_all_that_it_waited_for_end_in_the_same_moment
     reading.submit("other")
     wait_until(lambda: len(reading.ended) == 4, "a read was forgotten")
     assert {failure for _, failure in reading.ended} == {None}
+
+
+def test_stuck_reads_are_reported_and_do_not_block_their_peer(reading: Reading) -> None:
+    reading.agent.num_failing, reading.agent.answering, reading.agent.can_cut = 2, "peer", True
+    stuck = [reading.submit("peer") for _ in range(2)]
+    wait_until(lambda: len(reading.stuck) == 2)
+    assert reading.stuck == [(read, "nixl_runtime") for read in stuck]
+    later = reading.submit("peer")
+    wait_until(lambda: reading.ended == [(later, None)], "the peer is blocked")
 
 
 def test_process_ends_where_the_reads_of_an_agent_cannot_be_ended(
