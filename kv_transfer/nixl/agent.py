@@ -49,6 +49,8 @@ from serving.abuse_limits import reset_connection, tcp_connections
 _log = logging.getLogger(__name__)
 _environment_lock = threading.Lock()
 _FIRST_MARK_S, _NUM_MARKS = 20, 60
+_STORES_MARK_S = 30
+"""Of connections to stores (kv_transfer/stores/base.py), which are not to be cut."""
 _PROGRESS_DELAY_US = 100
 _BINDINGS = "nixl._bindings"
 MemoryType = Literal["DRAM", "VRAM"]
@@ -394,7 +396,7 @@ class UcxProcess:
         """Make an agent in here. Gives the mark of its connections."""
         with _environment_lock:
             # The first agent lends and lives as long as the process: no later one has its mark.
-            mark = _FIRST_MARK_S + (self._num_agents and 1 + (self._num_agents - 1) % (_NUM_MARKS - 1))
+            mark = _marks()[self._num_agents and 1 + (self._num_agents - 1) % (_NUM_MARKS - 1)]
             self._num_agents += 1
             variables = settings.environment(mark)
             level = os.environ.get("UCX_LOG_LEVEL", "").lower()
@@ -433,6 +435,18 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _marks() -> list[int]:
+    """Keepalive times of agents' connections, in seconds: no other connection of this process has one of them."""
+    others = {_STORES_MARK_S, default_keepalive_s()}
+    return [mark for mark in range(_FIRST_MARK_S, _FIRST_MARK_S + _NUM_MARKS + 2) if mark not in others][:_NUM_MARKS]
+
+
+def default_keepalive_s() -> int:
+    """The system's (net.ipv4.tcp_keepalive_time): every connection has it that was given no other."""
+    with socket.socket() as unconnected:
+        return unconnected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
 
 
 def cut_connections(mark: int) -> int:

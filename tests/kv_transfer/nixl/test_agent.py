@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.nixl.agent import NixlAgent, UcxProcess, UcxSettings, cut_connections
+import kv_transfer.nixl.agent
+from kv_transfer.nixl.agent import NixlAgent, UcxProcess, UcxSettings, cut_connections, default_keepalive_s
 from kv_transfer.nixl.connector import NixlConnector
+from kv_transfer.stores.base import KEEPALIVE_IDLE_S
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
 
 
@@ -50,15 +52,31 @@ def test_an_agent_that_cannot_be_made_leaves_no_log(tmp_path: Path, monkeypatch:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_no_later_agent_has_the_mark_of_the_first_one_which_lends() -> None:
+def marks_of_agents() -> list[int]:
+    """Those of 200 agents, made one after the other."""
     process = UcxProcess()
     process._loaded = True  # UCX's log is another matter
     marks = []
     for _ in range(200):
         with process.prepared(UcxSettings()) as mark:
             marks.append(mark)
+    return marks
+
+
+def test_no_later_agent_has_the_mark_of_the_first_one_which_lends() -> None:
+    marks = marks_of_agents()
     assert marks[0] not in marks[1:]
     assert min(marks) >= 20
+    assert len(set(marks)) == 60
+
+
+@pytest.mark.parametrize("usual_s", [45, 7200])
+def test_no_agent_has_the_mark_of_other_connections(monkeypatch: pytest.MonkeyPatch, usual_s: int) -> None:
+    with socket.socket() as plain:
+        assert plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == default_keepalive_s()
+    monkeypatch.setattr(kv_transfer.nixl.agent, "default_keepalive_s", lambda: usual_s)
+    marks = marks_of_agents()
+    assert not {KEEPALIVE_IDLE_S, usual_s} & set(marks)
     assert len(set(marks)) == 60
 
 
