@@ -197,8 +197,7 @@ class NixlAgent:
     def close(self) -> None:
         """Destroy the agent, which then writes to memory no more. Cut the connections and release everything first."""
         del self._agent
-        if ucx.log is not None:
-            ucx.log.read()
+        ucx.forward_warnings()
 
     # Inside
 
@@ -410,6 +409,11 @@ class UcxProcess:
                 if self.log is not None and not self._loaded:
                     self.log.unlink()
                 self._loaded |= sys.modules.get(_BINDINGS) is not None  # also where no agent could be made with it
+
+    def forward_warnings(self) -> None:
+        """Pass on what UCX has logged since the last call."""
+        if self.log is not None:
+            self.log.read()
 
     def take_device_warning(self) -> str:
         """UCX's new warning that devices are not available; empty if there is none, or if the log is elsewhere."""

@@ -34,7 +34,7 @@ from engine.kv_connector import KVConnectorOutput, KVLoadResult, KVMemory
 from engine.kv_layout import PageLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
-from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings
+from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, ucx
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import (
     EPOCH_BYTES,
@@ -67,6 +67,8 @@ _READ_BYTES = 16 << 20
 """Maximum bytes in one read: while they are verified, the next ones move."""
 _END_WAIT_S = 1.0
 """How long reads that were given up may pin more than the limit: most end by themselves."""
+_LOG_INTERVAL_S = 1.0
+"""Between two looks into the log of UCX."""
 
 
 class NixlOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +108,7 @@ class NixlConnector(TransferConnector):
         self._epoch = os.urandom(EPOCH_BYTES)
         self._tags = LeaseTags(parsed.max_transfers)
         self._reads: dict[Read, None] = {}  # those that have not ended, oldest first
+        self._log_read_at = -math.inf
         self._is_rebuilding = False
         """The agent is being destroyed, which ends the reads that were given up one by one."""
         self._lending_agent: LendingAgent
@@ -177,6 +180,7 @@ class NixlConnector(TransferConnector):
 
     def poll(self) -> KVConnectorOutput:
         now = self._clock()
+        self._read_log(now)
         self._apply_results(now)
         self._producer.expire(now)
         self._give_up_late_reads(now)
@@ -298,6 +302,12 @@ class NixlConnector(TransferConnector):
             return
         self._loader.give_up(load, why)
         self.counters.loaded.failures[failure] += sum(len(read.ops) for read in self._reads if read.owner is load)
+
+    def _read_log(self, now: float) -> None:
+        """Pass UCX's new warnings on; on an I/O thread, because C's buffers are flushed for it, which may block."""
+        if now - self._log_read_at >= _LOG_INTERVAL_S:
+            self._log_read_at = now
+            self._threads.submit(ucx.forward_warnings)
 
     def _rebuild_if_due(self, now: float) -> None:
         for read in self._reads:

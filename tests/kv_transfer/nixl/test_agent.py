@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import kv_transfer.nixl.agent
-from kv_transfer.nixl.agent import NixlAgent, UcxProcess, UcxSettings, cut_connections, default_keepalive_s
+from kv_transfer.nixl.agent import NixlAgent, UcxLog, UcxProcess, UcxSettings, cut_connections, default_keepalive_s, ucx
 from kv_transfer.nixl.connector import NixlConnector
+from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import KEEPALIVE_IDLE_S
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
+from tests.kv_transfer.scripted_io import ScriptedNixlConnector
 
 
 def marked(mark: int) -> tuple[socket.socket, socket.socket]:
@@ -94,3 +96,21 @@ def test_a_shutdown_leaves_the_lending_agent_to_the_end_of_the_process(monkeypat
     connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
     connector.shutdown()
     assert [name.partition("-")[0] for name in closed] == ["reads"]
+
+
+def test_warnings_of_ucx_are_passed_on_while_agents_live(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    ensure_secret(tmp_path / "secret")
+    log, now = UcxLog(shows_warnings=False), 0.0
+    monkeypatch.setattr(ucx, "log", log)
+    connector = ScriptedNixlConnector(4, lambda: now, str(tmp_path / "secret"))
+    connector.poll()
+    Path(log._path).write_text("[1.2] [host:3:4] ib.c:5    UCX  ERROR the port is down\n")
+    connector.poll()
+    assert not caplog.messages, "it looks once a second"
+    now = 1.0
+    connector.poll()
+    assert caplog.messages == ["UCX: the port is down"]
+    connector.shutdown()
+    log.unlink()
