@@ -12,6 +12,7 @@ The only module that imports transformers.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -260,11 +261,27 @@ def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
             _refuse_rope(model)
             if not model.is_backend_compatible():
                 raise UnsupportedModel("transformers has no attention interface for it")
+            _refuse_positions(model)
             tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long)
             model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     finally:
         _calls.reset(token)
     return calls
+
+
+def _refuse_positions(model: Any) -> None:
+    """The positions of a request are 0, 1, 2…, and a decoder takes them as they are."""
+    decoder = model.get_decoder()
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise UnsupportedModel(
+            f"its decoder, as transformers names it ({type(decoder).__name__}), takes no position_ids"
+        )
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise UnsupportedModel(
+                f"its positions begin after the padding id ({type(module).__name__}); "
+                "supported: decoders whose positions begin at 0"
+            )
 
 
 def _refuse_rope(model: torch.nn.Module) -> None:

@@ -132,6 +132,12 @@ def test_dummy_weights_vary(tmp_path: Path) -> None:
     assert len(set(token_ids)) > 1
 
 
+CLASSES = {
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "modernbert-decoder": "ModernBertDecoderForCausalLM",
+}
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
@@ -151,16 +157,17 @@ def test_dummy_weights_vary(tmp_path: Path) -> None:
             "'HunYuanDenseV1ForCausalLM' is not supported by the transformers backend: RoPE type 'dynamic'",
         ),
         ("phi3", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\) is not supported"),
+        ("roberta", {"is_decoder": True}, r"positions begin after the padding id \(RobertaEmbeddings\); supported: "),
+        ("camembert", {"is_decoder": True}, r"positions begin after the padding id \(CamembertEmbeddings\)"),
+        ("modernbert-decoder", {}, r"its decoder, as transformers names it \(Linear\), takes no position_ids"),
         ("unheard_of", {}, "is not supported: transformers .* cannot build it"),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_the_name_of_the_architecture(
     architecture: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    names = {"bloom": "Bloom", "mamba": "Mamba", "gpt_oss": "GptOss", "phi3": "Phi3", "unheard_of": "UnheardOf"}
-    names["hunyuan_v1_dense"] = "HunYuanDenseV1"
     config = {
-        "architectures": [f"{names[architecture]}ForCausalLM"],
+        "architectures": [CLASSES.get(architecture) or f"{architecture.title().replace('_', '')}ForCausalLM"],
         "model_type": architecture,
         "num_hidden_layers": 2,
     }
