@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
@@ -258,15 +259,37 @@ def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
             )
             if (built := type(model).__name__) not in config.architectures:
                 raise UnsupportedModel(f"its model_type is that of {built}")
+            _refuse_state(model)
             _refuse_rope(model)
             if not model.is_backend_compatible():
                 raise UnsupportedModel("transformers has no attention interface for it")
             _refuse_positions(model)
             tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long)
-            model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+            positions = torch.arange(_PROBE_TOKENS)[None]
+            mask = torch.ones_like(tokens, device="cpu")  # hybrid architectures read its values
+            model.eval()(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     finally:
         _calls.reset(token)
     return calls
+
+
+def _refuse_state(model: Any) -> None:
+    """By the layers themselves: in Falcon-H1 each has attention and such a state, and Granite 4.0 Micro, of a hybrid
+    architecture, has none."""
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = {kind for kind in layer_types if _has_state(DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object))}
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", decoder)  # beside them may be an encoder of audio: Phi-4-multimodal
+    kinds |= {"Conv1d" for module in layers.modules() if isinstance(module, torch.nn.Conv1d)}
+    if kinds:
+        raise UnsupportedModel(
+            f"its layers keep a state of recurrence or convolution ({', '.join(sorted(kinds))}); "
+            "supported: attention alone, whose keys and values are in the KV cache"
+        )
+
+
+def _has_state(cache_layer: type) -> bool:
+    return issubclass(cache_layer, LinearAttentionCacheLayerMixin)
 
 
 def _refuse_positions(model: Any) -> None:

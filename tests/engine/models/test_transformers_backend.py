@@ -34,6 +34,15 @@ EXPERTS = {
 }
 STRETCHED = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}
 """As Hunyuan's checkpoints have it: with an alpha the frequencies do not depend on the length."""
+ATTENTION_ALONE = {
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "position_embedding_type": "rope",
+    "attention_multiplier": 0.2,
+    "mamba_n_heads": 4,
+}
+"""Granite 4.0 Micro's way: of the layers of a hybrid architecture all have attention."""
 LONG = {
     "type": "longrope",
     "short_factor": [1.0] * 48,
@@ -56,6 +65,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, **EXPERTS, "n_group": 2, "topk_group": 1},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
     "hunyuan_v1_dense": {"rope_parameters": STRETCHED},
+    "granitemoehybrid": ATTENTION_ALONE,
 }
 QUICK = ("gpt2", "gemma2", "phi3", "hunyuan_v1_moe")
 """Of each kind one: learned positions and biases; soft caps and windows by layer; fused projections; a router that
@@ -134,6 +144,7 @@ def test_dummy_weights_vary(tmp_path: Path) -> None:
 
 CLASSES = {
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "modernbert-decoder": "ModernBertDecoderForCausalLM",
 }
 
@@ -160,6 +171,11 @@ CLASSES = {
         ("roberta", {"is_decoder": True}, r"positions begin after the padding id \(RobertaEmbeddings\); supported: "),
         ("camembert", {"is_decoder": True}, r"positions begin after the padding id \(CamembertEmbeddings\)"),
         ("modernbert-decoder", {}, r"its decoder, as transformers names it \(Linear\), takes no position_ids"),
+        ("phi4_multimodal", {"rope_scaling": LONG}, "RoPE type 'longrope'"),
+        ("falcon_h1", {}, r"keep a state of recurrence or convolution \(Conv1d, hybrid\); supported: attention alone"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, r"recurrence or convolution \(Conv1d, conv\)"),
+        ("bamba", {"attn_layer_indices": [1]}, r"recurrence or convolution \(Conv1d, linear_attention\)"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, r"\(Conv1d, linear_attention\)"),
         ("unheard_of", {}, "is not supported: transformers .* cannot build it"),
     ],
 )
