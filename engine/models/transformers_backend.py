@@ -52,6 +52,8 @@ _SUPPORTED_OPTIONS = frozenset(
 )
 """Keyword arguments of an attention call that are supported, or have no effect here."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_OLD_BUFFERS = (".attn.masked_bias",)
+"""Ends of the names of tensors that no decoder reads: constants of masks, which old releases of transformers saved."""
 _MAX_NAMED = 5
 _MATRIX = 2
 
@@ -373,7 +375,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidCheckpoint(f"transformers cannot load the checkpoint: {str(error).splitlines()[0]}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, found[problem]))
+        names = sorted(name for name in map(str, found[problem]) if not name.endswith(_OLD_BUFFERS))
         if names:
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             raise InvalidCheckpoint(f"tensors of the checkpoint: {problem}: {', '.join(names[:_MAX_NAMED])}{more}")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
 from engine.errors import InvalidCheckpoint, UnsupportedModel
@@ -199,6 +201,20 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidCheckpoint, match=r"missing_keys: transformer\.h\.3\.attn\.c_attn\.bias, .* and \d+ more"
     ):
+        _llm(folder)
+
+
+def test_constants_of_masks_that_old_releases_saved_are_ignored(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, "gpt2", **ARCHITECTURES["gpt2"])
+    expected = _generate(_llm(folder), [[5, 6, 7]])
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        tensors[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert _generate(_llm(folder), [[5, 6, 7]]) == expected
+    tensors["transformer.h.0.attn.unknown"] = torch.tensor(-1e4)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidCheckpoint, match=r"unexpected_keys: transformer\.h\.0\.attn\.unknown$"):
         _llm(folder)
 
 
