@@ -63,8 +63,14 @@ _PER_ARCHITECTURE: dict[str, dict[str, Any]] = {
 
 
 def hf_config(arch: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """The transformers config of a tiny `arch`, any transformers model type."""
+    """The transformers config of a tiny `arch`, any transformers model type; with `vision_config` the other fields are
+    those of its text decoder."""
     fields = {**_SMALL, **_PER_ARCHITECTURE.get(arch, {}), **overrides}
+    if (vision := fields.pop("vision_config", None)) is not None:
+        tied = fields["tie_word_embeddings"]
+        return transformers.AutoConfig.for_model(
+            arch, text_config=fields, vision_config=vision, tie_word_embeddings=tied
+        )
     return transformers.AutoConfig.for_model(arch, **fields)
 
 

@@ -52,6 +52,8 @@ _SUPPORTED_OPTIONS = frozenset(
 )
 """Keyword arguments of an attention call that are supported, or have no effect here."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_WITH_TEXT_PART = ("Gemma3ForConditionalGeneration",)
+"""Architectures with parts for images of which the text decoder runs; their tests compare each token."""
 _OLD_BUFFERS = (".attn.masked_bias",)
 """Ends of the names of tensors that no decoder reads: constants of masks, which old releases of transformers saved."""
 _MAX_NAMED = 5
@@ -322,10 +324,9 @@ def _refuse_rope(model: torch.nn.Module) -> None:
 
 
 def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> DecoderConfig:
-    if not calls or len(calls) != config.num_hidden_layers:
-        raise UnsupportedModel(
-            f"{len(calls)} of its {config.num_hidden_layers} layers have attention of the usual kind"
-        )
+    text = config.get_text_config()
+    if not calls or len(calls) != text.num_hidden_layers:
+        raise UnsupportedModel(f"{len(calls)} of its {text.num_hidden_layers} layers have attention of the usual kind")
     first = calls[0]
     for index, call in enumerate(calls):
         if replace(call, layer=0, window=None) != replace(first, layer=0, window=None):
@@ -334,16 +335,16 @@ def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> Deco
             raise UnsupportedModel("its layers are not numbered in order")
     if first.value_dim > first.head_dim:
         raise UnsupportedModel("its values are longer than its keys")
-    dtype = str(config.dtype or torch.float32).removeprefix("torch.")
+    dtype = str(config.dtype or text.dtype or torch.float32).removeprefix("torch.")
     if dtype not in SUPPORTED_DTYPES:
         raise UnsupportedModel(f"weights of dtype {dtype}; supported: {', '.join(SUPPORTED_DTYPES)}")
     return DecoderConfig(
         architecture=config.architectures[0],
-        vocab_size=config.vocab_size,
+        vocab_size=text.vocab_size,
         num_layers=len(calls),
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=text.max_position_embeddings,
         sliding_windows=tuple(call.window for call in calls),
         softcap=first.softcap,
         torch_dtype=dtype,
@@ -357,6 +358,11 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not config.architectures:
         raise UnsupportedModel("config.json names no architecture")
+    if config.get_text_config() is not config and config.architectures[0] not in _WITH_TEXT_PART:
+        raise UnsupportedModel(
+            "it has parts beside its text decoder, as for images or audio; "
+            f"supported: text decoders, and that of {', '.join(_WITH_TEXT_PART)}"
+        )
     return config
 
 
@@ -379,7 +385,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> Any:
         if names:
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             raise InvalidCheckpoint(f"tensors of the checkpoint: {problem}: {', '.join(names[:_MAX_NAMED])}{more}")
-    return model.eval()
+    return _text_part(model).eval()
 
 
 def _dummy_model(folder: Path, dtype: torch.dtype, seed: int) -> Any:
@@ -387,10 +393,26 @@ def _dummy_model(folder: Path, dtype: torch.dtype, seed: int) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
     weights = DummyWeights(seed, dtype=dtype, device=torch.device("cpu"))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _text_part(model).named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith(".weight")
             parameter.copy_(weights.take("norm.weight" if is_norm else name, tuple(parameter.shape)))
     return model.eval()
+
+
+def _text_part(model: Any) -> Any:
+    """`model` without what stands beside its decoder, such as the encoder of images: its memory is freed."""
+    if model.config.get_text_config() is not model.config:
+        owner, name = _place(model, model.get_decoder())
+        for other in [child for child, _ in owner.named_children() if child != name]:
+            setattr(owner, other, None)
+    return model
+
+
+def _place(model: torch.nn.Module, part: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """The module that has `part`, and the part's name in it."""
+    path = next(name for name, module in model.named_modules() if module is part)
+    parent, _, name = path.rpartition(".")
+    return model.get_submodule(parent), name
 
 
 class _Packed(torch.nn.Module):
@@ -445,9 +467,7 @@ class _GivenHidden(torch.nn.Module):
 def _without_decoder(model: torch.nn.Module, decoder: torch.nn.Module) -> Callable[[], Any]:
     """A context in which `model` has a `_GivenHidden` in its decoder's place: what is left is all that follows, the
     output layer with the scaling and capping of the architecture."""
-    path = next(name for name, module in model.named_modules() if module is decoder)
-    parent, _, name = path.rpartition(".")
-    owner, given = model.get_submodule(parent), _GivenHidden()
+    (owner, name), given = _place(model, decoder), _GivenHidden()
 
     @contextmanager
     def context():  # type: ignore[no-untyped-def]

@@ -45,6 +45,13 @@ ATTENTION_ALONE = {
     "mamba_n_heads": 4,
 }
 """Granite 4.0 Micro's way: of the layers of a hybrid architecture all have attention."""
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+}
 LONG = {
     "type": "longrope",
     "short_factor": [1.0] * 48,
@@ -68,10 +75,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
     "hunyuan_v1_dense": {"rope_parameters": STRETCHED},
     "granitemoehybrid": ATTENTION_ALONE,
+    "gemma3": {**WINDOW, "tie_word_embeddings": False, "num_hidden_layers": 7, "vision_config": IMAGES},
 }
-QUICK = ("gpt2", "gemma2", "phi3", "hunyuan_v1_moe")
+QUICK = ("gpt2", "gemma2", "phi3", "hunyuan_v1_moe", "granitemoehybrid", "gemma3")
 """Of each kind one: learned positions and biases; soft caps and windows by layer; fused projections; a router that
-reads the type of its weights."""
+reads the type of its weights; a hybrid's attention; a decoder beside an encoder of images."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
 
 
@@ -148,6 +156,7 @@ CLASSES = {
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "modernbert-decoder": "ModernBertDecoderForCausalLM",
+    "gemma3n": "Gemma3nForConditionalGeneration",
 }
 
 
@@ -178,6 +187,7 @@ CLASSES = {
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, r"recurrence or convolution \(Conv1d, conv\)"),
         ("bamba", {"attn_layer_indices": [1]}, r"recurrence or convolution \(Conv1d, linear_attention\)"),
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, r"\(Conv1d, linear_attention\)"),
+        ("gemma3n", {}, "parts beside its text decoder, .*supported: .* and that of Gemma3ForConditionalGeneration"),
         ("unheard_of", {}, "is not supported: transformers .* cannot build it"),
     ],
 )
@@ -202,6 +212,17 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         InvalidCheckpoint, match=r"missing_keys: transformer\.h\.3\.attn\.c_attn\.bias, .* and \d+ more"
     ):
         _llm(folder)
+
+
+def test_the_encoder_of_images_is_neither_loaded_nor_quantised(tmp_path: Path) -> None:
+    """Weights of more than two dimensions cannot be quantised; the encoder has one."""
+    folder = lively_checkpoint(tmp_path, "gemma3", **ARCHITECTURES["gemma3"])
+    assert any(
+        "vision" in name and tensor.dim() > 2 for name, tensor in load_file(folder / "model.safetensors").items()
+    )
+    for options in ({"quantization": "int8"}, {"load_format": "dummy", "quantization": "int8"}):
+        [(token_ids, _)] = _generate(_llm(folder, **options), [[5, 6, 7]])
+        assert len(set(token_ids)) > 1
 
 
 def test_constants_of_masks_that_old_releases_saved_are_ignored(tmp_path: Path) -> None:
