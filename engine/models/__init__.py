@@ -58,9 +58,10 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
 
     Raises UnsupportedModel, which says what would run it. Imports transformers, and torch with it, for those alone.
     """
-    from engine.models.config import ModelConfig
+    from engine.models.config import ConfigFields, ModelConfig, read_json, refuse_quantization
 
     folder = Path(folder)
+    refuse_quantization(ConfigFields(read_json(folder / "config.json")))
     native_error = ""
     if model_impl != "transformers":
         try:

@@ -31,7 +31,7 @@ from engine.attention.backend import AttentionBackend, AttentionMetadata
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models import LastTokens
-from engine.models.config import SUPPORTED_DTYPES, ConfigFields, DecoderConfig, read_json, refuse_quantization
+from engine.models.config import SUPPORTED_DTYPES, DecoderConfig, read_json
 from engine.models.linear import Linear, make_linear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
 from engine.models.weights import DummyWeights
@@ -78,7 +78,6 @@ def read_config(folder: Path) -> DecoderConfig:
     served exactly."""
     raw = read_json(folder / "config.json")
     name = shown(", ".join(map(str, raw.get("architectures") or [])) or None)
-    refuse_quantization(ConfigFields(raw))
     try:
         config = _load_config(folder)
         calls = _record_calls(config)

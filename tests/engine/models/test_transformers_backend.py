@@ -239,6 +239,17 @@ def test_constants_of_masks_that_old_releases_saved_are_ignored(tmp_path: Path) 
         _llm(folder)
 
 
+def test_a_quantised_checkpoint_is_refused_for_that_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra would not help."""
+    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setitem(sys.modules, "engine.models.transformers_backend", None)
+    with pytest.raises(UnsupportedModel, match=r"^quantization_config \('mxfp4'\) is not supported"):
+        read_config(tmp_path)
+
+
 def test_without_transformers_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     monkeypatch.setitem(sys.modules, "engine.models.transformers_backend", None)
