@@ -72,17 +72,18 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the templates' files; the latter two may be missing."""
+        """Read tokenizer.json, and what there is of tokenizer_config.json, special_tokens_map.json and the templates'
+        files.
+
+        As in transformers, special_tokens_map.json counts, and then before tokenizer_config.json, where that has no
+        added_tokens_decoder.
+        """
         folder = Path(path)
         if problem := missing_tokenizer(folder):
             raise UnsupportedModel(problem)
-        config_file = folder / "tokenizer_config.json"
-        try:
-            config = json.loads(_read_text(config_file)) if config_file.is_file() else {}
-        except ValueError as error:
-            raise InvalidCheckpoint(f"tokenizer_config.json of the checkpoint is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise InvalidCheckpoint("tokenizer_config.json of the checkpoint is not a JSON object")
+        config = _read_object(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_object(folder / "special_tokens_map.json")
         return cls(_read_text(folder / "tokenizer.json"), config, _templates_in(folder) or _templates_of(config))
 
     def warm_up(self) -> None:
@@ -296,6 +297,19 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidCheckpoint(f"{path.name} of the checkpoint cannot be read: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no file. Raises InvalidCheckpoint."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{path.name} of the checkpoint is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidCheckpoint(f"{path.name} of the checkpoint is not a JSON object")
+    return value
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
