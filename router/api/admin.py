@@ -19,7 +19,7 @@ from router.picking.affinity import Affinity
 from router.picking.placement import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
-from router.pools.instance import UpstreamInstance
+from router.pools.instance import STATES, UpstreamInstance
 from router.pools.instance_info import ROLES, WIRE_ROLES, Role
 from router.pools.pool import Pool
 from router.request.generation_request import GenerationRequest
@@ -225,7 +225,7 @@ class PoolsService:
             similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"; did you mean {similar[0]}?" if similar else ""
             raise NotFound(f"no instance {name[:64]!r} in the pools{hint}")
-        return found[0]
+        return min(found, key=lambda one: (one.address != name, STATES.index(one.state)))
 
     async def _request(self, request: pools_pb2.ExplainPickRequest) -> GenerationRequest:
         """The prompt as a request, as Generate validates it. Raises what validation raises."""

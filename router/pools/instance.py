@@ -34,7 +34,7 @@ from serving.broadcast import Broadcast
 _log = logging.getLogger(__name__)
 
 State = Literal["ready", "draining", "leaving", "wedged", "lost", "foreign", "connecting"]
-"""foreign: what answers at the address does not belong to the pool. connecting: nothing has listened there yet."""
+"""foreign: what answers at the address does not belong to the pool. connecting: it has not answered yet."""
 STATES: tuple[State, ...] = get_args(State)
 """What still works comes first."""
 ENDING: frozenset[State] = frozenset({"draining", "leaving"})
@@ -238,9 +238,9 @@ class UpstreamInstance:
 
     @property
     def has_left(self) -> bool:
-        """Whether its address has left the pool and no process reports there any more. A call that it has completed may
-        be open: the one for a prompt, for as long as another instance decodes."""
-        return self._is_leaving and self._lost is not None
+        """Whether its address has left the pool and its process has ended; one that is only silent may go on. A call
+        that it has completed may be open: the one for a prompt, for as long as another instance decodes."""
+        return self._is_leaving and self._lost is not None and self._silent_since_s is None
 
     @property
     def report_age_s(self) -> float:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from router.pools.instance import LEFT
 from router.pools.instance_info import InstanceKey, InstanceView
 from serving.settings import Section, setting
 
@@ -104,15 +105,19 @@ class OutlierDetection:
         record.on_probation = True
 
     def _may_eject(self, key: InstanceKey, pool: Sequence[InstanceView]) -> bool:
-        """Whether others remain, and the ejected ones are within their share of those that are ready. This one counts
-        as ready: that it fails may be why it is lost."""
-        ejected = {view.key for view in pool if self.ejected_s(view.key) is not None}
+        """Whether others remain, and the ejected ones are within their share of those that serve: of the ready and
+        ejected ones. This one counts among them: that it fails may be why it is lost."""
         ready = {view.key for view in pool if view.out is None}
+        ejected = {view.key for view in pool if self.ejected_s(view.key) is not None and not _ends(view)}
         others = ready - ejected - {key}
-        return bool(others) and len(ejected) + 1 <= self._settings.max_share * len(ready | {key})
+        return bool(others) and len(ejected) + 1 <= self._settings.max_share * len(ready | ejected | {key})
 
     def _forget(self, pool: Sequence[InstanceView], now_s: float) -> None:
         """Drops the records of processes that are gone."""
         known = {view.key for view in pool}
         for key in [one for one, record in self._records.items() if one not in known and record.until_s <= now_s]:
             del self._records[key]
+
+
+def _ends(view: InstanceView) -> bool:
+    return view.load.draining or view.out == LEFT

@@ -163,6 +163,7 @@ class InstanceChanges:
         self._echo = echo
         self._out = {one.address: one.out for one in before.instances}
         self._names = {one.address: one.instance_id or one.address for one in before.instances}
+        self._processes = {one.address: _process(one) for one in before.instances}
 
     def update(self, now: pools_pb2.ListPoolsResponse) -> None:
         self._follow_addresses(now)
@@ -176,19 +177,24 @@ class InstanceChanges:
             elif before is None or _without_digits(one.out) != _without_digits(before):
                 self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
             self._out[one.address] = one.out
+            self._processes[one.address] = _process(one)
         for address in self._out.keys() - {one.address for one in now.instances}:
             del self._out[address]
             self._echo(f"  {self._names[address]} is gone")
 
     def _follow_addresses(self, now: pools_pb2.ListPoolsResponse) -> None:
-        """What is known of an instance that is listed by its other address applies to that one. A new instance may have
-        the name of one that has left its pool."""
-        listed = {one.address for one in now.instances}
-        unlisted = {self._names[address]: address for address in self._out.keys() - listed}
+        """What is known of a process that is listed by its other address applies to that one."""
+        unlisted = self._out.keys() - {one.address for one in now.instances}
+        addresses = {self._processes[address]: address for address in unlisted}
         for one in now.instances:
-            address = None if one.address in self._out else unlisted.get(one.instance_id)
-            if address is not None and (one.out == LEFT or self._out[address] != LEFT):
-                self._out[one.address] = self._out.pop(unlisted.pop(one.instance_id))
+            before = addresses.get(_process(one))
+            if before is not None and one.address not in self._out and one.load.instance_epoch:
+                self._out[one.address] = self._out.pop(before)
+
+
+def _process(one: pools_pb2.PoolInstance) -> tuple[int, str]:
+    """Its pool and, once it has reported, its process."""
+    return one.role, one.load.instance_epoch
 
 
 def _without_digits(out: str) -> str:

@@ -329,7 +329,9 @@ class PoolInstance(_message.Message):
     instance_id: _builtins.str
     """Stable name; empty before its first answer."""
     address: _builtins.str
-    """host:port this router dials. A process with several is listed once, by the one at which it can do most."""
+    """host:port this router dials. A process with several that have answered is listed once, by
+    the one at which it can do most.
+    """
     role: _instance_pb2.Role.ValueType
     """The pool it is in."""
     out: _builtins.str

@@ -172,9 +172,14 @@ class Format(ABC, Generic[B]):
         choice.tool_calls = choice.reasoning = UNSET
         return choice
 
-    def openings(self, prompt: tuple[int, ...]) -> Sequence[Choice]:
-        """What a stream has before the events of its choices."""
-        return ()
+    @property
+    def has_openings(self) -> bool:
+        """Whether a stream has an event for each choice before all others."""
+        return False
+
+    def opening(self, index: int, prompt: tuple[int, ...]) -> Choice:
+        """That of choice `index`."""
+        raise NotImplementedError
 
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
         return choice
@@ -220,14 +225,17 @@ class ChatFormat(Format[ChatBody]):
         choice.text = choice.tool_calls = choice.reasoning = UNSET
         return choice
 
-    def openings(self, prompt: tuple[int, ...]) -> Sequence[Choice]:
-        """Of several choices each, in their order: OpenAI's Python client takes no later one before an earlier one."""
-        indices = range(self.body.n if self.body.n > 1 else 0)
+    @property
+    def has_openings(self) -> bool:
+        """With several choices: OpenAI's Python client takes no later one before an earlier one."""
+        return self.body.n > 1
+
+    def opening(self, index: int, prompt: tuple[int, ...]) -> Choice:
         ids: dict[str, Any] = {"token_ids": [], "prompt_token_ids": prompt} if self.body.return_token_ids else {}
-        return [Choice(index, UNSET, delta=ChatMessage("assistant", ""), **ids) for index in indices]
+        return Choice(index, UNSET, delta=ChatMessage("assistant", ""), **ids)
 
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
-        if self.body.n > 1:  # its opening has the role and the prompt
+        if self.has_openings:  # with the role and the prompt
             is_first, choice.prompt_token_ids = False, UNSET
         added = (choice.text or "", choice.tool_calls or [], choice.reasoning or "")
         choice.delta = ChatMessage.part(*added, is_first=is_first)
@@ -327,22 +335,24 @@ class StreamedResponse(ResponseBuilder):
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         choice, is_first = self._choice(prompt_index, call, message)
-        if message.HasField("delta") and not (is_first or self._is_news(choice)):
-            return
-        num_prompt, num_so_far = len(call.prompt), message.tokens.token_index + len(message.tokens.token_ids)
-        event = self._event(self.form.event(choice, is_first=is_first), num_prompt, num_so_far)
+        has_role = is_first and not self.form.has_openings
+        is_held_back = message.HasField("delta") and not (has_role or self._is_news(choice))
+        num_so_far = message.tokens.token_index + len(message.tokens.token_ids)
+        event = b"" if is_held_back else self._event(self.form.event(choice, is_first=is_first), call, num_so_far)
         async with self._writing:
             if not self._has_begun:
                 self._has_begun = True
                 await self.exchange.begin_events(dict(call.trace.trailers()) if self.form.num_prompts == 1 else {})
-                for opening in self.form.openings(call.prompt):
-                    await self.exchange.send_event(self._event(opening, num_prompt, 0))
-            await self.exchange.send_event(event)
+                for index in range(self.form.body.n if self.form.has_openings else 0):
+                    await self.exchange.send_event(self._event(self.form.opening(index, call.prompt), call, 0))
+            if not is_held_back:
+                await self.exchange.send_event(event)
 
-    def _event(self, choice: Choice, num_prompt: int, num_so_far: int) -> bytes:
+    def _event(self, choice: Choice, call: RequestHandler, num_so_far: int) -> bytes:
         """`num_so_far`: the choice's tokens up to this event."""
         self.response.choices = [choice]
         if self.form.body.stream_options.continuous_usage_stats:
+            num_prompt = len(call.prompt)
             self.response.usage = Usage(num_prompt, num_so_far, num_prompt + num_so_far)
         return msgspec.json.encode(self.response)
 

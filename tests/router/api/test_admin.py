@@ -226,6 +226,25 @@ async def test_an_instance_at_two_addresses_is_listed_once_and_found_by_either(r
                 assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
 
 
+async def test_a_drain_by_name_calls_the_address_that_answers(run: Run) -> None:
+    async with run(router=ADMIN, prefill=0) as rig:
+        second = rig.decode[0].address
+        first = f"localhost:{parse_address(second)[1]}"
+        async with (
+            beside(rig, decode=f"{first},{second}") as both,
+            grpc.aio.insecure_channel(both.app.admin_address or "") as channel,
+            grpc.aio.insecure_channel("127.0.0.1:1") as broken,  # nothing listens there
+        ):
+            stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
+            pool = both.app.pools.decode
+            await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
+            lost = pool.instances[0]
+            lost._lose("its connection has broken", "lost", is_silence=False)
+            lost.channel = broken
+            request = pools_pb2.DrainInstanceRequest(instance="decode-0")
+            assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
+
+
 async def test_an_impossible_drain_is_rejected_with_a_reason(run: Run) -> None:
     twins = [FakeInstance("decode", "twin"), FakeInstance("decode", "twin")]
     twins[1]._num_starts = 1  # another epoch: two processes, not one at two addresses

@@ -166,6 +166,25 @@ async def test_an_instance_that_has_left_and_ended_counts_no_more_while_its_prom
         await until(lambda: pool.instance(key) is None)
 
 
+async def test_an_instance_that_has_left_and_is_silent_counts_while_its_process_may_go_on(
+    model: ServedModel, model_folder: Path
+) -> None:
+    prefill, decode = fakes("prefill", Behaviour()), fakes("decode", slow())
+    pools = {"beat_timeout_s": 0.5}
+    async with routing(model, model_folder, decode, prefill, pools=pools) as (rig, prefills, _):
+        pool = rig.app.pools.prefill
+        asking = asyncio.create_task(rig.generate(max_tokens=100))
+        await decode[0].until("token", 2)
+        [instance] = pool.instances
+        prefills.now()
+        await until(lambda: instance.state == "leaving")
+        prefill[0].freeze()
+        await instance.wait_lost(30.0)
+        assert pool.instances == (instance,)
+        prefill[0].thaw()
+        assert (await asking).is_exactly(100)
+
+
 async def test_an_instance_that_drains_for_other_routers_stays_until_it_has_ended(
     model: ServedModel, model_folder: Path
 ) -> None:

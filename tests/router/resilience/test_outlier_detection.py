@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -135,6 +137,30 @@ def test_instances_that_are_out_otherwise_do_not_count_in_the_share(out: str) ->
     for index in range(4):
         scenario.fail(index)
     assert [index for index in scenario.out() if index < 4] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "ending", [{"load": LoadReport("e", draining=True), "out": "draining"}, {"out": "its address has left the pool"}]
+)
+def test_ejected_instances_that_end_take_no_share(ending: dict[str, Any]) -> None:
+    scenario = Scenario(8)
+    for index in range(4):
+        scenario.fail(index)
+    scenario.pool[:4] = [replace(one, **ending) for one in scenario.pool[:4]]
+    scenario.fail(4)
+    scenario.fail(5)
+    scenario.fail(6)
+    assert [index for index in scenario.out() if index >= 4] == [4, 5]
+
+
+def test_ejected_instances_that_are_lost_count_in_both() -> None:
+    scenario = Scenario(6)
+    for index in range(2):
+        scenario.fail(index)
+        scenario.pool[index] = replace(scenario.pool[index], out="its load stream ended")
+    scenario.fail(2)
+    scenario.fail(3)
+    assert scenario.out() == [0, 1, 2]
 
 
 def test_an_instance_that_is_lost_whenever_it_fails_is_ejected() -> None:

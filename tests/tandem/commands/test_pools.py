@@ -153,19 +153,20 @@ def test_an_ejection_is_shown_once_while_it_counts_down() -> None:
 
 
 def test_an_instance_that_is_listed_by_its_other_address_has_neither_started_nor_gone() -> None:
-    def listed(*rows: tuple[str, str]) -> pools_pb2.ListPoolsResponse:
-        role = instance_pb2.ROLE_DECODE
-        shown = [
-            pools_pb2.PoolInstance(instance_id="i-0", address=address, role=role, out=out) for address, out in rows
-        ]
-        return pools_pb2.ListPoolsResponse(instances=shown)
+    def listed(address: str, out: str, epoch: str = "first") -> pools_pb2.ListPoolsResponse:
+        role, load = instance_pb2.ROLE_DECODE, instance_pb2.WatchLoadResponse(instance_epoch=epoch)
+        one = pools_pb2.PoolInstance(instance_id="i-0", address=address, role=role, out=out, load=load)
+        return pools_pb2.ListPoolsResponse(instances=[one])
 
     lines: list[str] = []
-    changes = pools.InstanceChanges(listed(("a:1", "")), lines.append)
+    changes = pools.InstanceChanges(listed("a:1", ""), lines.append)
     for address, out in (("b:1", ""), ("b:1", "draining"), ("a:1", "draining"), ("a:1", LEFT), ("b:1", LEFT)):
-        changes.update(listed((address, out)))
-    changes.update(listed(("c:1", "")))
-    assert lines == ["  i-0 is out: draining", f"  i-0 is out: {LEFT}", "  i-0 is ready", "  i-0 is gone"]
+        changes.update(listed(address, out))
+    assert lines == ["  i-0 is out: draining", f"  i-0 is out: {LEFT}"]
+    for address, epoch in (("c:1", "second"), ("d:1", "third")):  # other processes with the same name
+        lines.clear()
+        changes.update(listed(address, "", epoch))
+        assert lines == ["  i-0 is ready", "  i-0 is gone"]
 
 
 def test_a_drain_begins_and_shows(stack: Background) -> None:

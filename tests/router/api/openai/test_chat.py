@@ -123,6 +123,20 @@ async def test_openais_stream_helper_takes_choices_that_begin_in_any_order() -> 
     ]
 
 
+async def test_an_opened_choice_whose_text_is_held_back_has_no_event() -> None:
+    sent: Any = Sent()
+    body = ChatBody.model_validate({"messages": MESSAGES, "n": 2, "stream": True})
+    builder = StreamedResponse(sent, ChatFormat(body, TokenTexts(None)), ResponseBody("chatcmpl-1", 1, "fake", None))
+    call: Any = SimpleNamespace(prompt=(5,), trace=SimpleNamespace(trailers=tuple))
+    for index, text in enumerate(("", "a")):  # at first it may become a tool call
+        delta = generation_pb2.ChatDelta(content=text)
+        message = generation_pb2.GenerateResponse(tokens=common_pb2.TokenChunk(token_index=index), delta=delta)
+        if index == 0:
+            message.prompt_tokens = 1
+        await builder.add(0, call, message)
+    assert [event["choices"][0]["delta"].get("content") for event in sent.events] == ["", "", "a"]
+
+
 async def test_logprobs_are_one_object_a_token(run_http: RunHttp, model: ServedModel) -> None:
     async with run_http() as http:
         answer = await chat(http, logprobs=True, top_logprobs=1, max_tokens=3, extra_body={"return_token_ids": True})
