@@ -29,8 +29,8 @@ from kv_transfer.page.format import HEADER_BYTES, Buffer, PageError, check_heade
 from kv_transfer.page.memory import PageMemory, write_page
 from kv_transfer.page.naming import PageKey, PageName, PageNaming
 from kv_transfer.stores.base import BadValue, BlockStore, NotWritable, StoreError, UnreadableValue
-from kv_transfer.transfer.connector import DAMAGED, SKIPPED, IOThreads, OpResult, self_test_error
-from kv_transfer.transfer.loader import LoadOp
+from kv_transfer.transfer.connector import SKIPPED, IOThreads, OpResult, self_test_error
+from kv_transfer.transfer.loader import DAMAGED, MISSING, LoadOp
 from kv_transfer.transfer.producer import SaveOp
 
 
@@ -116,7 +116,7 @@ class PageIO:
             breaker.record(ok=True)
         elif was_open:
             breaker.not_tried()
-        failure = None if num_bytes is not None else SKIPPED if isinstance(op, SaveOp) else "missing"
+        failure = None if num_bytes is not None else SKIPPED if isinstance(op, SaveOp) else MISSING
         return OpResult(op, failure, num_bytes or 0, time.perf_counter() - started)
 
     def inspect(self, name: PageName) -> bool:

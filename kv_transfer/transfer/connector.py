@@ -29,7 +29,7 @@ from engine.kv_connector import KVConnector, KVConnectorOutput
 from engine.scheduling.request import Request
 from kv_transfer.secret import load_secret
 from kv_transfer.transfer.lease import LeaseTable
-from kv_transfer.transfer.loader import Loader, LoadOp
+from kv_transfer.transfer.loader import DAMAGED, Loader, LoadOp
 from kv_transfer.transfer.producer import Producer, SaveOp
 from serving.histogram import Histogram
 
@@ -181,8 +181,6 @@ SKIPPED = "skipped"
 """Failure of an operation that was cancelled before it began; not counted."""
 GIVEN_UP = "given_up"
 """Failure of a read that the connector stopped waiting for; counted when it is given up."""
-DAMAGED = "page_"
-"""Prefix of the failures of pages that failed a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +238,9 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     load_timeout_s: float = 10.0
     """How long pages may take once they were announced, or looked up, and after each page that came, seconds; pages
     that are late are computed. In all a hand-over has nine tenths of its reservation, a prompt nine tenths of the time
-    within which it must begin, and a lookup three times as long as this. A store that ends nothing for so long counts
-    as hanging, and fails the hand-overs that it should save."""
+    within which it must begin, and a lookup three times as long as this, or once this if its prompt is handed over.
+    Pages that are announced, or looked up, when little or nothing is left of that have half of the rest of the time. A
+    store that ends nothing for so long counts as hanging, and fails the hand-overs that it should save."""
     shutdown_timeout_s: float = 2.0
     """How long to wait for I/O in flight at shutdown, seconds. An instance kills its core after 5 s."""
 

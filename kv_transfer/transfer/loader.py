@@ -14,9 +14,11 @@ even one with the same id. Waiting for an announcement ends with the attach stre
 the request's reservation, which the scheduler watches; waiting for the store ends `load_timeout_s` after the last
 announcement, that of a lookup after `reserve`, or at `Load.latest` if that is earlier. Each read that ends well puts
 this off, up to `Load.latest`: until then a long load may take as long as its reads go on, and past it the rest is
-computed, while there is time for it. A read that may never end is given up: its blocks stay with the connector, and the
-engine computes into others. The store counts as hanging once it has kept a load silent for `load_timeout_s`, whether
-its request still waits for it, was computed meanwhile, or was aborted.
+computed, while there is time for it. Pages that are asked for shortly before `Load.latest` or after it may take half of
+what is left of the request's time, so past `Load.latest`. A read that may never end is given up: its blocks stay with
+the connector, and the engine computes into others. The store counts as hanging once it has kept a load silent for
+`load_timeout_s`, whether its request still waits for it, was computed meanwhile, or was aborted, and has answered no
+read meanwhile.
 
 Pure: no I/O, no clock; used in the step loop alone. I/O threads read `Load.skip_from` too; at worst they see it late.
 """
@@ -33,12 +35,16 @@ from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.scheduling.request import Request
 from kv_transfer.page.naming import PageName, PageNames, PageNaming, PageOp
 
+MISSING = "missing"
+"""Failure of a read whose page the store does not have."""
+DAMAGED = "page_"
+"""Prefix of the failures of pages that failed a check."""
 _MAX_LOOKUP_TIMEOUTS = 3
 """Time-outs that a lookup may take while its reads go on: its prompt could be computed instead. One where a reservation
 began before: that of the decode instance, or its own at another connector."""
 _MAX_PART = 0.9
-"""Part of the time after which a request fails that its load may take. What is left of it is for the computation of the
-rest to begin."""
+"""Part of the time after which a request fails that its load may take, unless its pages are asked for late. What is
+left of it is for the computation of the rest to begin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +70,8 @@ class Load:
     failure: str | None = None
     timeout_s: float = math.inf
     latest: float = math.inf
-    """Until when it is waited for, whatever ends well: what is left is for the rest of its prompt."""
+    """Until when reads that end well put the deadline off: what is left is for the rest of its prompt. Pages that are
+    asked for late have longer (`read_deadline`)."""
     ends_at: float = math.inf
     """When the request fails if it is waited for until then."""
     asked_at: float = math.inf
@@ -81,6 +88,8 @@ class Load:
     """Given up: what `take_output` will name as freed."""
     is_judged: bool = False
     """Its silence has been counted against the store, or excused."""
+    is_excused: bool = False
+    """The store has answered other reads meanwhile: this silence is no sign that it hangs."""
 
     @property
     def has_cancelled(self) -> bool:
@@ -169,8 +178,8 @@ class Loader:
         self._abandoned: set[Load] = set()
         """Given up or aborted, with reads in flight."""
         self._num_given_up = 0
-        self._moved_at = -math.inf
-        """When a read has last ended well."""
+        self._answered_at = -math.inf
+        """When the store has last answered a read, also without the page or with a damaged one."""
 
     # Called by the scheduler side
 
@@ -252,9 +261,11 @@ class Loader:
         """A read has ended; `failure` says why its page is not valid."""
         load = op.owner
         load.num_in_flight -= 1
+        if failure is None or failure == MISSING or failure.startswith(DAMAGED):
+            self._store_answered(now)
         if failure is None:
             load.verified.add(op.block_index)
-            self._moved_at = load.moved_at = now
+            load.moved_at = now
             if load.is_lookup and load.failure is None and not load.holds_blocks:
                 self._queue_until(load, len(load.pages))
         else:
@@ -267,15 +278,15 @@ class Loader:
 
     def expire(self, now: float) -> int:
         """Give up reads that have not ended in time; returns for how many requests the store counts as hanging: it has
-        kept one silent for the time-out, and has completed no read of others meanwhile."""
+        kept one silent for the time-out, and has answered no read of others meanwhile."""
         for load in [load for load in self._loads.values() if load.num_in_flight and load.late_at <= now]:
             self.give_up(load, load.lateness("the store did not deliver"))
-        is_silent = self._moved_at + self._load_timeout_s <= now
-        hangs = is_silent and any(load.silent_at <= now for load in self._abandoned)
+        is_silent = self._answered_at + self._load_timeout_s <= now
+        hangs = is_silent and any(load.silent_at <= now and not load.is_excused for load in self._abandoned)
         # Once it hangs, every further request that had to leave it counts at once: its reads only queue behind others.
         judged = [load for load in self._abandoned if not load.is_judged and (hangs or load.silent_at <= now)]
         for load in judged:
-            load.is_judged = True
+            load.is_judged, load.is_excused = True, not hangs
         return len(judged) if hangs else 0
 
     def give_up(self, load: Load, failure: str) -> None:
@@ -353,6 +364,12 @@ class Loader:
         load.failure = load.failure or failure
         load.skip_from = min(load.skip_from, index)
         self._drop_queued(load)
+
+    def _store_answered(self, now: float) -> None:
+        """One thread may be stuck in a store that works: what was counted before is no sign of a hang any more."""
+        self._answered_at = now
+        for load in self._abandoned:
+            load.is_excused |= load.is_judged
 
     def _abandon(self, load: Load) -> None:
         """Its request waits no more for its reads in flight, which keep its blocks."""

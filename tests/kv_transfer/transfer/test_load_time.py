@@ -209,6 +209,40 @@ def test_requests_that_leave_a_store_that_hangs_count_at_once() -> None:
     assert loader.expire(now=5.0) == 0
 
 
+@pytest.mark.parametrize("answer", ["missing", "page_digest"])
+def test_a_read_that_is_stuck_in_a_store_that_answers_others_never_makes_it_hang(answer: str) -> None:
+    """Nor does it once the store is left alone for longer than the time-out."""
+    loader = timed_loader(lookup=True)
+    looked_up(loader, "stuck", begin_s=0.5)
+    other = looked_up(loader, "other")
+    assert loader.expire(now=0.46) == 0
+    loader.op_ended(other, answer, now=0.5)
+    assert loader.expire(now=1.0) == 0
+    looked_up(loader, "aborted", now=5.0)
+    assert loader.request_finished(make_request(PROMPT, request_id="aborted"))
+    assert loader.expire(now=5.1) == 0
+    assert loader.expire(now=6.0) == 1, "nothing has been answered since it began"
+
+
+def test_a_store_that_hung_counts_as_hanging_only_until_its_next_answer() -> None:
+    loader = timed_loader(lookup=True)
+    looked_up(loader, "stuck", begin_s=0.5)
+    assert loader.expire(now=1.0) == 1
+    loader.op_ended(looked_up(loader, "other", now=1.0), "missing", now=1.1)
+    looked_up(loader, "aborted", now=5.0)
+    assert loader.request_finished(make_request(PROMPT, request_id="aborted"))
+    assert loader.expire(now=5.1) == 0
+
+
+@pytest.mark.parametrize("failure", ["store_timeout", "skipped", "store_down"])
+def test_reads_that_end_without_an_answer_excuse_no_silence(failure: str) -> None:
+    loader = timed_loader(lookup=True)
+    looked_up(loader, "stuck", begin_s=0.5)
+    loader.op_ended(looked_up(loader, "other"), failure, now=0.5)
+    loader.expire(now=0.5)
+    assert loader.expire(now=1.0) == 1
+
+
 def test_a_store_that_hangs_fails_no_prompt_that_must_begin_in_time_and_is_used_no_more(tmp_path: Path) -> None:
     ensure_secret(tmp_path / "secret")
     now, begin_s = 0.0, 0.4 * LOAD_TIMEOUT_S
