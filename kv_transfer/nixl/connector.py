@@ -254,7 +254,13 @@ class NixlConnector(TransferConnector):
 
     def _read_stuck(self, read: Read, failure: str) -> None:
         """On the reading thread: something may write to its pages, and it will not end."""
-        self._call_later(lambda now: self._give_up(read.owner, failure, failure))
+        self._call_later(lambda now: self._read_failed(read, failure))
+
+    def _read_failed(self, read: Read, failure: str) -> None:
+        """It ends as given up, which counts no failure."""
+        assert self.counters.reads is not None, "this connector has ReadCounters"
+        self.counters.reads.num_failed += 1
+        self._give_up(read.owner, failure, failure)
 
     def _verify(self, op: LoadOp, read: Read, digest: bytes, read_s: float) -> OpResult:
         if op.is_cancelled:

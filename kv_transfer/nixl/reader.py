@@ -2,7 +2,8 @@
 
     submit ─▶ queued ─▶ pages posted ──done──▶ tag posted ──done──▶ ended: success or "lease_ended"
                 │              │                   │
-                └─cancelled─▶ ended "skipped"      │
+                └─cancelled, or its load has a stuck read─▶ ended "skipped"
+                               │                   │
                                ├──disconnected─────┴─▶ ended "nixl_remotedisconnect"
                                ├──another error─▶ stuck: `on_stuck`, as whether it still writes is unknown
                                └──rebuild: given up ─▶ ended "given_up"; wanted ─▶ queued again
@@ -250,12 +251,16 @@ class PageReader:
         waiting = self._take_queued()
         while waiting:
             read = waiting.popleft()
-            if read.is_cancelled:
+            if read.is_cancelled or self._is_load_stuck(read.owner):
                 self._on_end(read, SKIPPED, 0.0)
             elif not self._begin(read):
                 self._queued.append(read)
             else:
                 self._step_all()  # over shared memory it took milliseconds, in which other reads may have got on
+
+    def _is_load_stuck(self, load: Load) -> bool:
+        """One of its reads is stuck: the step loop will give it up, and each further read would only pin blocks."""
+        return any(active.stage == "stuck" and active.read.owner is load for active in self._active)
 
     def _step_all(self) -> None:
         for active in list(self._active):

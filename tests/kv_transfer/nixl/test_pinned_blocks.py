@@ -328,6 +328,13 @@ def test_a_stuck_read_fails_its_load_at_once() -> None:
     reading.connector._read_stuck(reading.reader.reads[1], "nixl_backend")
     reading.step()
     assert reading.connector.counters.loaded.failures == {"nixl_backend": 5}
+    # STEP each has failed once, and ends as given up
+    for read in reading.reader.reads:
+        reading.connector._end_read(read, GIVEN_UP, 0.0)
+    reading.reader.reads.clear()
+    reading.step()
+    assert reading.connector.counters.reads is not None
+    assert reading.connector.counters.reads.num_failed == 2
     reading.teardown()
 
 

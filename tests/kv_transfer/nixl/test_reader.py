@@ -13,6 +13,7 @@ from kv_transfer.nixl.agent import Handle, NixlAgent, NixlError, Region, Spans
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import VERSION, TransferMetadata
 from kv_transfer.page.naming import PageName
+from kv_transfer.transfer.connector import SKIPPED
 from kv_transfer.transfer.loader import Load, LoadOp
 from tests.waiting import wait_until
 
@@ -141,6 +142,21 @@ def test_stuck_reads_are_reported_and_do_not_block_their_peer(reading: Reading) 
     assert reading.stuck == [(read, "nixl_runtime") for read in stuck]
     later = reading.submit("peer")
     wait_until(lambda: reading.ended == [(later, None)], "the peer is blocked")
+
+
+def test_a_stuck_read_leaves_the_rest_of_its_load_unread(reading: Reading) -> None:
+    """What is queued is ended before the step loop gives the load up."""
+    reading.agent.answering, reading.agent.can_cut = "other", True
+    load = read_from("peer").owner
+    reads = [Read(load, read_from("peer").source, [LoadOp(0, 0, load)], [], deadline=0.0) for _ in range(5)]
+    reading.agent.num_failing = 1
+    for read in reads:
+        reading.reader.submit(read)
+    reading.submit("other")
+    wait_until(lambda: len(reading.ended) == 5, "a read of a load that has failed is begun")
+    assert reading.stuck == [(reads[0], "nixl_runtime")]
+    assert {read: failure for read, failure in reading.ended if read.owner is load} == dict.fromkeys(reads[1:], SKIPPED)
+    assert reading.agent.begun.count("peer") == 1
 
 
 def test_process_ends_where_the_reads_of_an_agent_cannot_be_ended(
