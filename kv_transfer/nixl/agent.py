@@ -194,6 +194,11 @@ class NixlAgent:
         """Break this agent's connections: reads in flight over them end with NixlDisconnected. See the module."""
         return cut_connections(self._mark)
 
+    def keep(self) -> None:
+        """Leave the agent to the end of the process, whatever refers to it: its destructor would end reads of peers,
+        in a way that may end the peers too."""
+        keep_to_process_end(self._agent)
+
     def close(self) -> None:
         """Destroy the agent, which then writes to memory no more. Cut the connections and release everything first."""
         del self._agent
@@ -221,6 +226,13 @@ class NixlAgent:
             raise NixlDisconnected(error) from error
         except Exception as error:
             raise NixlError(error) from error
+
+
+def keep_to_process_end(*objects: object) -> None:
+    """Never free these. A reference without an owner: one in a module would be cleared when the interpreter ends, as
+    it does in vLLM's workers."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def load_bindings() -> Any:

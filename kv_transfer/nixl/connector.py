@@ -34,7 +34,7 @@ from engine.kv_connector import KVConnectorOutput, KVLoadResult, KVMemory
 from engine.kv_layout import PageLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
-from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, ucx
+from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, keep_to_process_end, ucx
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import (
     EPOCH_BYTES,
@@ -201,12 +201,13 @@ class NixlConnector(TransferConnector):
         self._reader.shutdown(self._options.shutdown_timeout_s)
         self._threads.shutdown(self._options.shutdown_timeout_s)
         self._apply_results(self._clock())
-        # The lending agent is not closed: peers may read from it past any lease, and only the process's end stops that
-        # without harm to them.
+        # The lending agent is neither closed nor freed: peers may read from it past any lease, and only the process's
+        # end stops that without harm to them.
 
     # Lending
 
     def _make_lending_agent(self) -> LendingAgent:
+        keep_to_process_end(self._memory, self._tags)  # for as long as the agent: peers read them
         return LendingAgent(self._epoch, self._pages, self._tags.region, self._settings, self._key)
 
     def _digest(self, op: SaveOp) -> OpResult:

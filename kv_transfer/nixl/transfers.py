@@ -197,8 +197,9 @@ class LeaseTags:
 
 
 class LendingAgent:
-    """Owns the agent whose memory peers read. It is made once, and neither rebuilt nor closed: peers keep its metadata
-    for as long as this process lives, and may read past the end of a lease (kv_transfer/nixl/agent.py)."""
+    """Owns the agent whose memory peers read. It is made once, and neither rebuilt nor closed, and lives on without its
+    owner: peers keep its metadata for as long as this process lives, and may read past the end of a lease
+    (kv_transfer/nixl/agent.py)."""
 
     def __init__(self, epoch: bytes, pages: Region, tags: Region, settings: UcxSettings, key: bytes | None) -> None:
         self._epoch = epoch
@@ -210,6 +211,7 @@ class LendingAgent:
         for region in (pages, tags):
             self._agent.register(region)
         self._agent_metadata = self._agent.metadata()
+        self._agent.keep()
 
     @property
     def name(self) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
+import subprocess
+import sys
 import tempfile
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +101,47 @@ def test_a_shutdown_leaves_the_lending_agent_to_the_end_of_the_process(monkeypat
     connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
     connector.shutdown()
     assert [name.partition("-")[0] for name in closed] == ["reads"]
+
+
+_ENDING_PROCESS = """
+import gc, nixl._bindings as bindings, torch
+from kv_transfer.nixl.connector import NixlConnector
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
+
+class Watched(bindings.nixlAgent):
+    def __init__(self, name, config):
+        super().__init__(name, config)
+        self.name = name
+
+    def __del__(self, write=__import__("os").write):
+        write(1, self.name.partition("-")[0].encode() + b" is destroyed;")
+
+bindings.nixlAgent = Watched
+connector = NixlConnector(wake=lambda: None, digest=False)
+connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
+connector.self_test()
+connector.shutdown()
+del connector
+gc.collect()
+raise SystemExit(0)
+"""
+
+
+def test_the_lending_agent_outlives_its_connector_and_the_interpreter() -> None:
+    """vLLM's workers drop the connector after its shutdown, and end as any Python process does."""
+    ended = subprocess.run([sys.executable, "-c", _ENDING_PROCESS], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "reads is destroyed;"), ended.stderr
+
+
+def test_the_memory_that_peers_read_outlives_the_connector() -> None:
+    """The lending agent's thread goes on reading it for them."""
+    connector = NixlConnector(wake=lambda: None, digest=False)
+    connector.register_kv_cache(torch.zeros((4, *LAYOUT.page_shape)), LAYOUT, FINGERPRINT)
+    connector.shutdown()
+    lent: list[weakref.ref[Any]] = [weakref.ref(connector._memory), weakref.ref(connector._tags._tags)]
+    del connector
+    gc.collect()
+    assert all(each() is not None for each in lent)
 
 
 def test_warnings_of_ucx_are_passed_on_while_agents_live(
