@@ -370,8 +370,11 @@ class UcxLog:
         """Read what is new; warnings and errors go to the log of this process."""
         with self._lock:
             ctypes.CDLL(None).fflush(None)  # UCX writes through C's buffers, and leaves the text there
-            while new := os.read(self._descriptor, 1 << 16):
-                self._partial_line += new.decode(errors="replace")
+            try:
+                while new := os.read(self._descriptor, 1 << 16):
+                    self._partial_line += new.decode(errors="replace")
+            except OSError as error:
+                _log.debug("the log of UCX cannot be read: %s", error)
             *lines, self._partial_line = self._partial_line.split("\n")
             for line in lines:
                 if (chosen := _TRANSPORT.search(line)) is not None:

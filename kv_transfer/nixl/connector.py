@@ -109,6 +109,8 @@ class NixlConnector(TransferConnector):
         self._tags = LeaseTags(parsed.max_transfers)
         self._reads: dict[Read, None] = {}  # those that have not ended, oldest first
         self._log_read_at = -math.inf
+        self._is_reading_log = False
+        """An I/O thread does; it may be blocked there."""
         self._is_rebuilding = False
         """The agent is being destroyed, which ends the reads that were given up one by one."""
         self._lending_agent: LendingAgent
@@ -312,9 +314,15 @@ class NixlConnector(TransferConnector):
 
     def _read_log(self, now: float) -> None:
         """Pass UCX's new warnings on; on an I/O thread, because C's buffers are flushed for it, which may block."""
-        if now - self._log_read_at >= _LOG_INTERVAL_S:
-            self._log_read_at = now
-            self._threads.submit(ucx.forward_warnings)
+        if now - self._log_read_at < _LOG_INTERVAL_S or self._is_reading_log:
+            return
+
+        def read() -> None:
+            ucx.forward_warnings()
+            self._is_reading_log = False
+
+        self._log_read_at, self._is_reading_log = now, True
+        self._threads.submit(read)
 
     def _rebuild_if_due(self, now: float) -> None:
         for read in self._reads:

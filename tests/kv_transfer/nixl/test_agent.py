@@ -21,6 +21,7 @@ from kv_transfer.nixl.agent import NixlAgent, UcxLog, UcxProcess, UcxSettings, c
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import KEEPALIVE_IDLE_S
+from kv_transfer.transfer.connector import IOThreads, Job
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT
 from tests.kv_transfer.scripted_io import ScriptedNixlConnector
 
@@ -142,6 +143,41 @@ def test_the_memory_that_peers_read_outlives_the_connector() -> None:
     del connector
     gc.collect()
     assert all(each() is not None for each in lent)
+
+
+class HeldThreads(IOThreads):
+    """Keeps its jobs, as threads do that are blocked."""
+
+    def __init__(self) -> None:
+        super().__init__(0, "held")
+        self.held: list[Job] = []
+
+    def submit(self, job: Job, *, is_urgent: bool = False) -> None:
+        self.held.append(job)
+
+
+def test_a_look_into_the_log_of_ucx_that_blocks_keeps_one_thread(tmp_path: Path) -> None:
+    ensure_secret(tmp_path / "secret")
+    now = 0.0
+    connector = ScriptedNixlConnector(4, lambda: now, str(tmp_path / "secret"))
+    threads = connector._threads = HeldThreads()
+    for _ in range(3):
+        connector.poll()
+        now += 1.0
+    assert len(threads.held) == 1
+    threads.held.pop()()
+    connector.poll()
+    assert len(threads.held) == 1, "it looks again once that has ended"
+    connector.shutdown()
+
+
+def test_a_log_of_ucx_that_cannot_be_read_is_no_error(tmp_path: Path) -> None:
+    log = UcxLog(shows_warnings=False)
+    log.unlink()
+    readable, log._descriptor = log._descriptor, os.open(tmp_path, os.O_RDONLY)
+    log.read()
+    for descriptor in (readable, log._descriptor):
+        os.close(descriptor)
 
 
 def test_warnings_of_ucx_are_passed_on_while_agents_live(
