@@ -112,7 +112,9 @@ class StructuredOutputs(StrictModel):
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
-def _as_list(value: object) -> object:
+def _stops(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise invalid_argument("stop", f"is {shown(value)}", "a text, or an array of texts")
     return [value] if isinstance(value, str) else value
 
 
@@ -159,7 +161,7 @@ class RequestBody(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: Seed | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])] = Field([])
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field([])
     logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = (
         Field({})
     )

@@ -105,6 +105,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2, "temperature": 0}, "n", "temperature"),
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"logprobs": 21}, "logprobs", "0..20"),
+    ({"stop": 5}, "stop", "is 5; allowed: a text, or an array of texts"),
     ({"stop": [""]}, "stop", "is empty"),
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
