@@ -88,8 +88,6 @@ class Load:
     """Given up: what `take_output` will name as freed."""
     is_judged: bool = False
     """Its silence has been counted against the store, or excused."""
-    is_excused: bool = False
-    """The store has answered other reads meanwhile: this silence is no sign that it hangs."""
 
     @property
     def has_cancelled(self) -> bool:
@@ -111,9 +109,14 @@ class Load:
         return max(self.read_deadline(self.asked_at), self.moves_until)
 
     @property
+    def silent_since(self) -> float:
+        """Since when the store has ended nothing of it."""
+        return max(self.asked_at, self.moved_at)
+
+    @property
     def silent_at(self) -> float:
-        """When the store has ended nothing of it for `timeout_s`, if no further read ends."""
-        return max(self.asked_at, self.moved_at) + self.timeout_s
+        """When that has lasted for `timeout_s`, if no further read ends."""
+        return self.silent_since + self.timeout_s
 
     def lateness(self, silence: str) -> str:
         """Why it was given up; `silence`: where none of its reads has ended well."""
@@ -262,7 +265,7 @@ class Loader:
         load = op.owner
         load.num_in_flight -= 1
         if failure is None or failure == MISSING or failure.startswith(DAMAGED):
-            self._store_answered(now)
+            self._answered_at = now
         if failure is None:
             load.verified.add(op.block_index)
             load.moved_at = now
@@ -281,12 +284,12 @@ class Loader:
         kept one silent for the time-out, and has answered no read of others meanwhile."""
         for load in [load for load in self._loads.values() if load.num_in_flight and load.late_at <= now]:
             self.give_up(load, load.lateness("the store did not deliver"))
-        is_silent = self._answered_at + self._load_timeout_s <= now
-        hangs = is_silent and any(load.silent_at <= now and not load.is_excused for load in self._abandoned)
+        # One thread may be stuck in a store that works: what waits since before the last answer is no sign of a hang.
+        hangs = any(load.silent_at <= now and self._answered_at <= load.silent_since for load in self._abandoned)
         # Once it hangs, every further request that had to leave it counts at once: its reads only queue behind others.
         judged = [load for load in self._abandoned if not load.is_judged and (hangs or load.silent_at <= now)]
         for load in judged:
-            load.is_judged, load.is_excused = True, not hangs
+            load.is_judged = True
         return len(judged) if hangs else 0
 
     def give_up(self, load: Load, failure: str) -> None:
@@ -364,12 +367,6 @@ class Loader:
         load.failure = load.failure or failure
         load.skip_from = min(load.skip_from, index)
         self._drop_queued(load)
-
-    def _store_answered(self, now: float) -> None:
-        """One thread may be stuck in a store that works: what was counted before is no sign of a hang any more."""
-        self._answered_at = now
-        for load in self._abandoned:
-            load.is_excused |= load.is_judged
 
     def _abandon(self, load: Load) -> None:
         """Its request waits no more for its reads in flight, which keep its blocks."""

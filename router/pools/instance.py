@@ -34,11 +34,13 @@ from serving.broadcast import Broadcast
 _log = logging.getLogger(__name__)
 
 State = Literal["ready", "draining", "leaving", "wedged", "lost", "foreign", "connecting"]
-"""foreign: what answers at the address does not belong to the pool. connecting: it has not answered yet."""
+"""foreign: what answers at the address does not belong to the pool. connecting: no answer yet, and nothing listens."""
 STATES: tuple[State, ...] = get_args(State)
 """What still works comes first."""
 ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 LEFT = "its address has left the pool"
+_MAX_SILENCE_S = 30.0
+"""A process that has left and is silent for longer counts as ended, such as that of a node that is gone."""
 """Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""
 _SILENT_STEPS = 5
 """An engine core is silent during a step; a step that takes as long as predicted is not a wedge."""
@@ -238,9 +240,9 @@ class UpstreamInstance:
 
     @property
     def has_left(self) -> bool:
-        """Whether its address has left the pool and its process has ended; one that is only silent may go on. A call
-        that it has completed may be open: the one for a prompt, for as long as another instance decodes."""
-        return self._is_leaving and self._lost is not None and self._silent_since_s is None
+        """Whether its address has left the pool and its process has ended; one that is silent may go on for a while. A
+        call that it has completed may be open: the one for a prompt, for as long as another instance decodes."""
+        return self._is_leaving and self._lost is not None and not self._is_silent_within(_MAX_SILENCE_S)
 
     @property
     def report_age_s(self) -> float:
@@ -251,7 +253,10 @@ class UpstreamInstance:
         or halted machine; its process may run."""
         if self.state != "lost":
             return self.state == "wedged"
-        return self._silent_since_s is not None and time.monotonic() - self._silent_since_s < within_s
+        return self._is_silent_within(within_s)
+
+    def _is_silent_within(self, seconds: float) -> bool:
+        return self._silent_since_s is not None and time.monotonic() - self._silent_since_s < seconds
 
     async def wait_lost(self, timeout_s: float) -> None:
         """Returns when there is no connection to its process, or after `timeout_s`."""

@@ -169,6 +169,7 @@ class InstanceChanges:
         self._follow_addresses(now)
         for one in now.instances:
             name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
+            self._processes[one.address] = _process(one)
             before = self._out.get(one.address)
             if before is None and one.out not in ("", LEFT):
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
@@ -177,7 +178,6 @@ class InstanceChanges:
             elif before is None or _without_digits(one.out) != _without_digits(before):
                 self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
             self._out[one.address] = one.out
-            self._processes[one.address] = _process(one)
         for address in self._out.keys() - {one.address for one in now.instances}:
             del self._out[address]
             self._echo(f"  {self._names[address]} is gone")

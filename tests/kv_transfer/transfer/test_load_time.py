@@ -234,6 +234,14 @@ def test_a_store_that_hung_counts_as_hanging_only_until_its_next_answer() -> Non
     assert loader.expire(now=5.1) == 0
 
 
+def test_an_answer_excuses_a_silence_that_is_judged_late() -> None:
+    loader = timed_loader(lookup=True)
+    looked_up(loader, "stuck", begin_s=0.5)
+    loader.op_ended(looked_up(loader, "other"), None, now=0.1)
+    loader.expire(now=0.5)
+    assert loader.expire(now=60.0) == 0
+
+
 @pytest.mark.parametrize("failure", ["store_timeout", "skipped", "store_down"])
 def test_reads_that_end_without_an_answer_excuse_no_silence(failure: str) -> None:
     loader = timed_loader(lookup=True)

@@ -167,7 +167,7 @@ async def test_an_instance_that_has_left_and_ended_counts_no_more_while_its_prom
 
 
 async def test_an_instance_that_has_left_and_is_silent_counts_while_its_process_may_go_on(
-    model: ServedModel, model_folder: Path
+    model: ServedModel, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = fakes("prefill", Behaviour()), fakes("decode", slow())
     pools = {"beat_timeout_s": 0.5}
@@ -180,7 +180,9 @@ async def test_an_instance_that_has_left_and_is_silent_counts_while_its_process_
         await until(lambda: instance.state == "leaving")
         prefill[0].freeze()
         await instance.wait_lost(30.0)
-        assert pool.instances == (instance,)
+        assert list(pool.instances) == [instance]
+        monkeypatch.setattr("router.pools.instance._MAX_SILENCE_S", 0.0)
+        assert not list(pool.instances)
         prefill[0].thaw()
         assert (await asking).is_exactly(100)
 

@@ -163,6 +163,9 @@ def test_an_instance_that_is_listed_by_its_other_address_has_neither_started_nor
     for address, out in (("b:1", ""), ("b:1", "draining"), ("a:1", "draining"), ("a:1", LEFT), ("b:1", LEFT)):
         changes.update(listed(address, out))
     assert lines == ["  i-0 is out: draining", f"  i-0 is out: {LEFT}"]
+    lines.clear()
+    changes.update(listed("e:1", LEFT))  # by an address that was not listed before
+    assert lines == []
     for address, epoch in (("c:1", "second"), ("d:1", "third")):  # other processes with the same name
         lines.clear()
         changes.update(listed(address, "", epoch))
