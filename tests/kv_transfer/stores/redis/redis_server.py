@@ -151,12 +151,13 @@ def redis_server(
 
 @contextlib.contextmanager
 def redis_sentinel(folder: Path, primary: RedisServer, service: str) -> Iterator[RedisServer]:
-    """A Sentinel that knows one primary, of which it alone decides that it is down."""
+    """A Sentinel that knows one primary, of which it alone decides that it is down: after a minute's silence, so that a
+    busy machine is no dead primary."""
     folder.mkdir()
     config = folder / "sentinel.conf"
     config.write_text(
         f"sentinel monitor {service} 127.0.0.1 {primary.port} 1\n"
-        f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 3000\n"
+        f"sentinel down-after-milliseconds {service} 60000\nsentinel failover-timeout {service} 3000\n"
     )
     with redis_server(folder, config=config) as sentinel:
         yield sentinel

@@ -198,6 +198,7 @@ def test_primary_is_found_by_sentinel_and_again_after_a_fail_over(tmp_path: Path
             assert first.names() == [name_of(key_of(1)).encode()]
             # STEP the primary is gone; the replica takes its place
             wait_until(lambda: b"slave" in str(sentinel.run("SENTINEL", "REPLICAS", "kv")).encode(), within_s=20.0)
+            sentinel.run("SENTINEL", "SET", "kv", "down-after-milliseconds", "500")
             first.kill()
             with pytest.raises(ConnectionFailed):
                 store.put(key_of(2), (HEADER, PAGE))
