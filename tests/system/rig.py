@@ -167,9 +167,15 @@ class Rig:
         finally:
             failpoint.release()
 
-    def kill(self, member: str) -> None:
-        """SIGKILL to a member and its engine core, as when the machine fails."""
-        self.stack.processes[member].kill()
+    def kill(self, *members: str) -> None:
+        """SIGKILL to members and their engine cores, as when the machine fails; to all before the first is waited for,
+        or its requests go to the next one and die there too, like those that break instances."""
+        processes = [self.stack.processes[member] for member in members]
+        for process in processes:
+            if process.running:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.kill()
 
     @contextmanager
     def frozen(self, member: str) -> Iterator[None]:

@@ -144,8 +144,7 @@ def test_a_prefill_instance_killed_while_its_kv_goes_over_costs_no_token(
     with ExitStack() as armed, Load(rig.address, questions, num_clients=6) as load:
         failpoints = [armed.enter_context(rig.armed(name, "kv.load")) for name in stack.decode]
         wait_until(lambda: any(failpoint.reached for failpoint in failpoints), "no request reads KV")
-        for victim in stack.prefill:
-            rig.kill(victim)
+        rig.kill(*stack.prefill)
         for failpoint in failpoints:
             failpoint.release()
         for victim in stack.prefill:
