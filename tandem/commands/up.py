@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import os
 import shutil
@@ -311,8 +312,9 @@ class StopSignals:
         self.raises = True
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        # In a thread: the interrupted one may hold the event's lock, which is not reentrant.
-        threading.Thread(target=self.stop.set).start()
+        # In a thread: the interrupted one may hold the event's lock, which is not reentrant. So is the lock that
+        # `threading.Thread.start` takes, which the interrupted one may be in.
+        _thread.start_new_thread(self.stop.set, ())
         if self.raises and not self._stack.is_stopping:
             self.raises = False  # a second signal must not interrupt the cleanup
             raise StartCancelled
