@@ -254,6 +254,7 @@ def test_an_aborted_request_keeps_its_blocks_until_its_read_has_ended(make_reade
     reader.hold(producer, "aborted")
     producer.signal(signal.SIGSTOP)
     reader.read(producer, "aborted")
+    reader.run_until(lambda: bool(reader.connector._reader._active))
     reader.core.scheduler.abort("aborted")
     reader.step()
     assert reader.core.load.quarantined_blocks == NUM_BLOCKS
