@@ -172,14 +172,9 @@ class Format(ABC, Generic[B]):
         choice.tool_calls = choice.reasoning = UNSET
         return choice
 
-    @property
-    def has_openings(self) -> bool:
-        """Whether a stream has an event for each choice before all others."""
-        return False
-
-    def opening(self, index: int, prompt: tuple[int, ...]) -> Choice:
-        """That of choice `index`."""
-        raise NotImplementedError
+    def openings(self, prompt: tuple[int, ...]) -> Sequence[Choice]:
+        """What a stream has before the events of its choices."""
+        return ()
 
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
         return choice
@@ -225,17 +220,14 @@ class ChatFormat(Format[ChatBody]):
         choice.text = choice.tool_calls = choice.reasoning = UNSET
         return choice
 
-    @property
-    def has_openings(self) -> bool:
-        """With several choices: OpenAI's Python client takes no later one before an earlier one."""
-        return self.body.n > 1
-
-    def opening(self, index: int, prompt: tuple[int, ...]) -> Choice:
+    def openings(self, prompt: tuple[int, ...]) -> Sequence[Choice]:
+        """Of several choices each, in their order: OpenAI's Python client takes no later one before an earlier one."""
+        indices = range(self.body.n if self.body.n > 1 else 0)
         ids: dict[str, Any] = {"token_ids": [], "prompt_token_ids": prompt} if self.body.return_token_ids else {}
-        return Choice(index, UNSET, delta=ChatMessage("assistant", ""), **ids)
+        return [Choice(index, UNSET, delta=ChatMessage("assistant", ""), **ids) for index in indices]
 
     def event(self, choice: Choice, *, is_first: bool) -> Choice:
-        if self.has_openings:  # with the role and the prompt
+        if self.body.n > 1:  # its opening has the role and the prompt
             is_first, choice.prompt_token_ids = False, UNSET
         added = (choice.text or "", choice.tool_calls or [], choice.reasoning or "")
         choice.delta = ChatMessage.part(*added, is_first=is_first)
@@ -335,7 +327,7 @@ class StreamedResponse(ResponseBuilder):
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
         choice, is_first = self._choice(prompt_index, call, message)
-        has_role = is_first and not self.form.has_openings
+        has_role = is_first and not self.form.openings(call.prompt)
         is_held_back = message.HasField("delta") and not (has_role or self._is_news(choice))
         num_so_far = message.tokens.token_index + len(message.tokens.token_ids)
         event = b"" if is_held_back else self._event(self.form.event(choice, is_first=is_first), call, num_so_far)
@@ -343,8 +335,8 @@ class StreamedResponse(ResponseBuilder):
             if not self._has_begun:
                 self._has_begun = True
                 await self.exchange.begin_events(dict(call.trace.trailers()) if self.form.num_prompts == 1 else {})
-                for index in range(self.form.body.n if self.form.has_openings else 0):
-                    await self.exchange.send_event(self._event(self.form.opening(index, call.prompt), call, 0))
+                for opening in self.form.openings(call.prompt):
+                    await self.exchange.send_event(self._event(opening, call, 0))
             if not is_held_back:
                 await self.exchange.send_event(event)
 
