@@ -39,9 +39,9 @@ STATES: tuple[State, ...] = get_args(State)
 """What still works comes first."""
 ENDING: frozenset[State] = frozenset({"draining", "leaving"})
 LEFT = "its address has left the pool"
+"""Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""
 _MAX_SILENCE_S = 30.0
 """A process that has left and is silent for longer counts as ended, such as that of a node that is gone."""
-"""Why an instance is out that runs its calls to their end; tandem/commands/pools.py knows it."""
 _SILENT_STEPS = 5
 """An engine core is silent during a step; a step that takes as long as predicted is not a wedge."""
 _MOVE_INTERVAL_S = 0.25
