@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
@@ -161,35 +161,41 @@ class InstanceChanges:
 
     def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
         self._echo = echo
-        self._out = {one.address: one.out for one in before.instances}
-        self._names = {one.address: one.instance_id or one.address for one in before.instances}
-        self._processes = {one.address: _process(one) for one in before.instances}
+        self._shown = {
+            one.address: _Shown(one.instance_id or one.address, one.out, _process(one)) for one in before.instances
+        }
 
     def update(self, now: pools_pb2.ListPoolsResponse) -> None:
         self._follow_addresses(now)
         for one in now.instances:
-            name = self._names[one.address] = one.instance_id or self._names.get(one.address, one.address)
-            self._processes[one.address] = _process(one)
-            before = self._out.get(one.address)
-            if before is None and one.out not in ("", LEFT):
+            before = self._shown.get(one.address)
+            name, out = one.instance_id or (before.name if before else one.address), one.out
+            if before is None and out not in ("", LEFT):
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
-            elif before == LEFT and one.out:  # it ends, or its address has come back and it is not ready yet
-                continue
-            elif before is None or _without_digits(one.out) != _without_digits(before):
-                self._echo(f"  {name} {'is ready' if not one.out else f'is out: {one.out}'}")
-            self._out[one.address] = one.out
-        for address in self._out.keys() - {one.address for one in now.instances}:
-            del self._out[address]
-            self._echo(f"  {self._names[address]} is gone")
+            elif before is not None and before.out == LEFT and out:
+                out = LEFT  # it ends, or its address has come back and it is not ready yet
+            elif before is None or _without_digits(out) != _without_digits(before.out):
+                self._echo(f"  {name} {'is ready' if not out else f'is out: {out}'}")
+            self._shown[one.address] = _Shown(name, out, _process(one))
+        for address in self._shown.keys() - {one.address for one in now.instances}:
+            self._echo(f"  {self._shown.pop(address).name} is gone")
 
     def _follow_addresses(self, now: pools_pb2.ListPoolsResponse) -> None:
         """What is known of a process that is listed by its other address applies to that one."""
-        unlisted = self._out.keys() - {one.address for one in now.instances}
-        addresses = {self._processes[address]: address for address in unlisted}
+        unlisted = self._shown.keys() - {one.address for one in now.instances}
+        addresses = {self._shown[address].process: address for address in unlisted}
         for one in now.instances:
             before = addresses.get(_process(one))
-            if before is not None and one.address not in self._out and one.load.instance_epoch:
-                self._out[one.address] = self._out.pop(before)
+            if before is not None and one.address not in self._shown and one.load.instance_epoch:
+                self._shown[one.address] = self._shown.pop(before)
+
+
+class _Shown(NamedTuple):
+    """What was last shown of an instance."""
+
+    name: str
+    out: str
+    process: tuple[int, str]
 
 
 def _process(one: pools_pb2.PoolInstance) -> tuple[int, str]:
