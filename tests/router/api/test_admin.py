@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from protos.tandem.v1 import common_pb2, instance_pb2, pools_pb2, pools_pb2_grpc
+from router.pools.pool import Pool
 from serving.settings import parse_address
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
@@ -204,45 +205,43 @@ async def test_a_drain_reaches_the_named_instance_alone(run: Run) -> None:
         assert (await stub.DrainInstance(by_address, timeout=TIMEOUT_S)).instance_id == "prefill-0"
 
 
-async def test_an_instance_at_two_addresses_is_listed_once_and_found_by_either(run: Run) -> None:
-    """`tandem pools resize` compares the number of instances that are listed with that of those that are ready."""
+@asynccontextmanager
+async def at_two_addresses(run: Run) -> AsyncIterator[tuple[Pool, Any]]:
+    """A decode pool of one instance that is ready at two addresses, and a stub of its router's PoolsService."""
     async with run(router=ADMIN, prefill=0) as rig:
-        first = rig.decode[0].address
-        second = f"localhost:{parse_address(first)[1]}"
+        address = rig.decode[0].address
         async with (
-            beside(rig, decode=f"{first},{second}") as both,
+            beside(rig, decode=f"{address},localhost:{parse_address(address)[1]}") as both,
             grpc.aio.insecure_channel(both.app.admin_address or "") as channel,
         ):
-            stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
             pool = both.app.pools.decode
             await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
-            listed = await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
-            explained = await stub.ExplainPick(asked(SHORT), timeout=TIMEOUT_S)
-            assert [one.instance_id for one in listed.instances] == ["decode-0"]
-            assert [one.instance_id for one in explained.decode] == ["decode-0"]
-            assert [one.num_ready for one in listed.pools] == [0, 1]
-            for address in (first, second):
-                request = pools_pb2.DrainInstanceRequest(instance=address)
-                assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
+            yield pool, pools_pb2_grpc.PoolsServiceStub(channel)
+
+
+async def test_an_instance_at_two_addresses_is_listed_once_and_found_by_either(run: Run) -> None:
+    """`tandem pools resize` compares the number of instances that are listed with that of those that are ready."""
+    async with at_two_addresses(run) as (pool, stub):
+        listed = await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+        explained = await stub.ExplainPick(asked(SHORT), timeout=TIMEOUT_S)
+        assert [one.instance_id for one in listed.instances] == ["decode-0"]
+        assert [one.instance_id for one in explained.decode] == ["decode-0"]
+        assert [one.num_ready for one in listed.pools] == [0, 1]
+        for instance in pool.instances:
+            request = pools_pb2.DrainInstanceRequest(instance=instance.address)
+            assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
 
 
 async def test_a_drain_by_name_calls_the_address_that_answers(run: Run) -> None:
-    async with run(router=ADMIN, prefill=0) as rig:
-        second = rig.decode[0].address
-        first = f"localhost:{parse_address(second)[1]}"
-        async with (
-            beside(rig, decode=f"{first},{second}") as both,
-            grpc.aio.insecure_channel(both.app.admin_address or "") as channel,
-            grpc.aio.insecure_channel("127.0.0.1:1") as broken,  # nothing listens there
-        ):
-            stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
-            pool = both.app.pools.decode
-            await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
-            lost = pool.instances[0]
-            lost._lose("its connection has broken", "lost", is_silence=False)
-            lost.channel = broken
-            request = pools_pb2.DrainInstanceRequest(instance="decode-0")
-            assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
+    async with (
+        at_two_addresses(run) as (pool, stub),
+        grpc.aio.insecure_channel("127.0.0.1:1") as broken,  # nothing listens there
+    ):
+        lost = pool.instances[0]
+        lost._lose("its connection has broken", "lost", is_silence=False)
+        lost.channel = broken
+        request = pools_pb2.DrainInstanceRequest(instance="decode-0")
+        assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
 
 
 async def test_an_impossible_drain_is_rejected_with_a_reason(run: Run) -> None:
