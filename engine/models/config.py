@@ -218,7 +218,6 @@ def _parse(fields: ConfigFields) -> ModelConfig:
     architecture, family = _architecture(fields)
     if (activation := fields.raw("hidden_act") or "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
-    refuse_quantization(fields)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     attention_bias = fields.flag("attention_bias")

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from engine.errors import InvalidCheckpoint, UnsupportedModel
+from engine.models import read_config
 from engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 
 LLAMA: dict[str, Any] = {
@@ -142,8 +143,9 @@ def test_dtype_and_page(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **fields}))
     with pytest.raises(UnsupportedModel, match=re.escape(message)):
-        _config(tmp_path, **fields)
+        read_config(tmp_path, "native")
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
