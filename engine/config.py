@@ -22,6 +22,7 @@ _LEAST = {
     "max_model_len": 2,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
+    "num_speculative_tokens": 0,
     "num_threads": 1,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
@@ -76,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 512
     """Token budget of one step (the chunk budget of chunked prefill)."""
     enable_prefix_caching: bool = True
+    num_speculative_tokens: int = 0
+    """Most tokens of a stream that prompt lookup drafts and one step verifies (scheduling/drafts.py); 0: none."""
     tensor_parallel_size: int = 1
     """Ranks that divide every layer: processes of this host, the core's included."""
     pipeline_parallel_size: int = 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,24 +34,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Sampled:
-        """Run one step. Returns the next token of each share that samples, unless its logits are not finite."""
+        """Run one step. Returns the next tokens of each share that samples, unless its logits are not finite."""
         shares = output.scheduled
-        sampling = [index for index, share in enumerate(shares) if share.samples]
+        queries = [query for share in shares for query in _queries(share)]
+        sampling = [index for index, query in enumerate(queries) if query.samples]
         is_whole = any(needs_prompt_logprobs(share.request) for share in shares)
-        inputs = self._inputs(shares, None if is_whole else np.array(sampling, np.int64))
+        inputs = self._inputs(queries, None if is_whole else np.array(sampling, np.int64))
         hidden = self._executor.forward(inputs)
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
         if not sampling:  # nothing else waits for the device, and the step's blocks may be read from now on
             _synchronize(hidden.device)
             return Sampled()
-        rows = inputs.query_start_loc[1:][sampling].astype(np.int64) - 1
-        requests = [shares[index].request for index in sampling]
-        sampled = self._sampler.sample(self._executor.compute_logits(hidden, rows), requests)
-        failed = [index for index, request in enumerate(requests) if request.request_id not in sampled.token_ids]
+        rows = inputs.query_start_loc[1:].astype(np.int64) - 1
+        drafts = {share.request.request_id: share.draft for share in shares}
+        sampled = self._sampler.sample(
+            self._executor.compute_logits(hidden, rows[sampling]),
+            [share.request for share in shares if share.samples],
+            drafts,
+        )
+        known = [index for index in sampling if not queries[index].is_draft]
+        failed = [index for index in known if queries[index].request.request_id not in sampled.token_ids]
         nothing_allowed: frozenset[str] = frozenset()
         if failed:  # computed again: the request's parameters have changed the logits in place
             is_finite = self._executor.compute_logits(hidden, rows[failed]).amax(dim=-1).isfinite().tolist()
-            nothing_allowed = frozenset(requests[index].request_id for index in compress(failed, is_finite))
+            nothing_allowed = frozenset(queries[index].request.request_id for index in compress(failed, is_finite))
         return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
 
     def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
@@ -85,23 +92,38 @@ class ModelRunner:
         sample(logits, [SamplingRow(SamplingParams())] * num_requests)
         return logits
 
-    def _inputs(self, shares: list[ScheduledRequest], needed: npt.NDArray[np.int64] | None) -> StepInputs:
+    def _inputs(self, queries: list[_Query], needed: npt.NDArray[np.int64] | None) -> StepInputs:
         block_size = self._kv.block_size
-        lens = np.array([share.num_tokens for share in shares], np.int64)
-        starts = np.array([share.start for share in shares], np.int64)
-        table_rows = np.array([self._kv.rows[share.request.request_id] for share in shares])
+        lens = np.array([len(query.token_ids) for query in queries], np.int64)
+        starts = np.array([query.start for query in queries], np.int64)
+        table_rows = np.array([self._kv.rows[query.request.request_id] for query in queries])
         num_blocks = -(-int((starts + lens).max()) // block_size)
-        token_ids = np.fromiter(chain.from_iterable(map(_known_tokens, shares)), np.int64, int(lens.sum()))
+        token_ids = np.fromiter(chain.from_iterable(query.token_ids for query in queries), np.int64, int(lens.sum()))
         return StepInputs.of(
             token_ids, starts, lens, self._kv.block_tables[table_rows, :num_blocks], block_size, needed
         )
+
+
+class _Query(NamedTuple):
+    """Adjacent tokens of a request that the executor sees as one request's."""
+
+    request: Request
+    start: int
+    token_ids: list[int]
+    samples: bool
+    is_draft: bool
+
+
+def _queries(share: ScheduledRequest) -> Iterator[_Query]:
+    """The share's tokens, then each of its draft's by itself: a step of streams stays one of single tokens, for which
+    there are kernels and recordings. They follow each other, since adjacent KV is written together."""
+    end = share.start + share.num_tokens
+    yield _Query(share.request, share.start, share.request.token_ids[share.start : end], share.samples, False)
+    for place, token_id in enumerate(share.draft):
+        yield _Query(share.request, end + place, [token_id], True, True)
 
 
 def _synchronize(device: torch.device) -> None:
     """Return when the device has computed what it was given. On CPU a call returns when it has computed."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
-
-
-def _known_tokens(share: ScheduledRequest) -> list[int]:
-    return share.request.token_ids[share.start : share.start + share.num_tokens]

@@ -33,6 +33,8 @@ RENAMED = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "kvcache_block_size": "block_size",
 }
+_SPECULATION = "speculative_config"
+"""Of vLLM; ours is num_speculative_tokens."""
 _AUTOMATIC_IF_NEGATIVE = ("max_model_len", "num_blocks")
 _OF_A_PROCESS = {"kind", "python", "vllm_args", "cpu_cores", "process_setup", "process_setup_options"}
 """Fields of EngineConfig about a core's own process: that of `LLM` is the caller's, and its engine this one."""
@@ -85,7 +87,6 @@ LLM_ARGUMENTS: dict[str, Fixed] = {
     "runner": Fixed(("auto", "generate"), "a model that generates text"),
     "convert": Fixed(("auto", "none"), "a model that generates text"),
     "enable_lora": Fixed((False,), _NO_LORA),
-    "speculative_config": Fixed((), "no speculation"),
     "limit_mm_per_prompt": Fixed(({},), _TEXT_ONLY),
     "mm_processor_kwargs": Fixed(({},), _TEXT_ONLY),
     "allowed_local_media_path": Fixed(("",), _TEXT_ONLY),
@@ -127,13 +128,15 @@ SAMPLING_ARGUMENTS: dict[str, Fixed] = {
 
 def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of EngineConfig that `arguments` of `LLM` set. Raises NotSupported, and TypeError for other names."""
-    known = set(EngineConfig.__struct_fields__) - _OF_A_PROCESS
+    known = {*EngineConfig.__struct_fields__, _SPECULATION} - _OF_A_PROCESS
     fields: dict[str, Any] = {}
     for name, value in supported("LLM", arguments, {*known, *RENAMED}, LLM_ARGUMENTS).items():
         field = RENAMED.get(name, name)
         if field in fields:
             raise TypeError(f"LLM got {field} twice: {name} is another name of it")
-        if field not in _AUTOMATIC_IF_NEGATIVE or value != -1:
+        if field == _SPECULATION:
+            fields["num_speculative_tokens"] = _num_speculative_tokens(value)
+        elif field not in _AUTOMATIC_IF_NEGATIVE or value != -1:
             fields[field] = _our_value(field, value)
     return {field: value for field, value in fields.items() if value is not None}
 
@@ -160,6 +163,17 @@ def _check_fixed(owner: str, name: str, value: object, rule: Fixed) -> None:
         allowed = " or ".join(shown(each) for each in rule.values or (None,))
         raise NotSupported(name, shown(value), f"{allowed}; use {rule.reason}")
     _log.warning("%s ignores %s=%s: %s", owner, name, shown(value), rule.reason)
+
+
+def _num_speculative_tokens(config: Mapping[str, Any] | None) -> int | None:
+    """Of vLLM's speculation by n-grams. How long these are is not ours to choose: it does not change results."""
+    if config is None:
+        return None
+    num_tokens = config.get("num_speculative_tokens")
+    if config.get("method") != "ngram" or num_tokens is None:
+        allowed = '{"method": "ngram", "num_speculative_tokens": 5}, or num_speculative_tokens=5'
+        raise NotSupported(_SPECULATION, shown(config), allowed)
+    return int(num_tokens)
 
 
 def _our_value(field: str, value: Any) -> Any:

@@ -160,6 +160,13 @@ class EngineSection(Section):
         512, "Token budget of one step: the chunk of chunked prefill.", flag="--max-num-batched-tokens", ge=1
     )
     enable_prefix_caching: bool = setting(True, "Reuse the KV of equal prompt prefixes.", flag="--prefix-caching")
+    num_speculative_tokens: int = setting(
+        0,
+        "Tokens of a stream that prompt lookup drafts for one step at most; results stay the same. Not with vLLM.",
+        flag="--num-speculative-tokens",
+        ge=0,
+        le=64,
+    )
     tensor_parallel_size: int = setting(
         1,
         "Processes that divide every layer among them, on this host. Instances of different sizes exchange KV.",
@@ -188,6 +195,13 @@ class EngineSection(Section):
             raise ValueError(
                 f"of the built-in engine alone; for vLLM write --vllm-args '{{{info.field_name}: {value}}}'"
             )
+        return value
+
+    @field_validator("num_speculative_tokens")
+    @classmethod
+    def _is_exact(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("kind") == "vllm":
+            raise ValueError("of the built-in engine alone: with vLLM's drafts a sampled stream does not go on exactly")
         return value
 
 

@@ -207,6 +207,8 @@ def _engine(load: EngineLoad, core_silence_s: float) -> Iterator[Metric]:
         ("steps", "Steps computed.", load.num_steps),
         ("prefilled_tokens", "Prompt tokens computed, not found in any cache.", load.num_prefilled_tokens),
         ("generated_tokens", "Tokens generated.", load.num_generated_tokens),
+        ("draft_tokens", "Tokens of drafts computed.", load.num_draft_tokens),
+        ("accepted_tokens", "Tokens of drafts that were right.", load.num_accepted_tokens),
         ("preemptions", "Requests whose blocks the engine took back.", load.num_preemptions),
     ):
         yield counter(f"tandem_engine_{name}", documentation, total)

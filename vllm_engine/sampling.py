@@ -76,11 +76,10 @@ class PositionSampling(LogitsProcessor):
         best = logits.amax(dim=-1)  # before the requests' parameters change them
         sampled = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], requests).token_ids
         for row, request in zip(rows, requests, strict=True):
-            token_id = sampled.get(request.request_id)
-            if token_id is None:
+            token_ids = sampled.get(request.request_id)
+            if token_ids is None:
                 self._failures.add(request.request_id, is_finite=math.isfinite(best[row]))
-                token_id = 0
-            logits[row, token_id] = math.inf
+            logits[row, token_ids[0] if token_ids else 0] = math.inf
         return logits
 
     def _row(self, params: Any, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Row | None:

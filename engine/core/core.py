@@ -39,6 +39,7 @@ from engine.model_runner import ModelRunner
 from engine.models import read_config
 from engine.models.config import DecoderConfig
 from engine.sampling.grammar import CompiledGrammar, GrammarCompiler
+from engine.scheduling.drafts import Drafter
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
@@ -117,7 +118,8 @@ class EngineCore:
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self_test(self._connector)
-        self.scheduler = Scheduler(config, kv, self._connector, max_model_len)
+        drafter = Drafter(config.num_speculative_tokens, max_num_rows=config.max_num_seqs, max_model_len=max_model_len)
+        self.scheduler = Scheduler(config, kv, self._connector, max_model_len, drafter=drafter)
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
         self._runner = ModelRunner(self._executor, kv)
         self.step_time = StepTimeEstimator(self._runner.warm_up())
@@ -232,6 +234,7 @@ class EngineCore:
         self.step_time.record(seconds, output.num_tokens)
         self._step_cost.record(seconds, output.num_streams, output.num_tokens - output.num_streams)
         self.scheduler.step_cost = self._step_cost.cost
+        self.scheduler.drafter.record(output, seconds)
 
     def poll_connector(self) -> None:
         """Collect finished I/O and start what follows from it. The scheduler learns of it at the next step."""

@@ -266,6 +266,9 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of num_draft_tokens: those that were right, so that the next one was sampled in the same step."""
     num_external_tokens: int = 0
     num_recomputed_blocks: int = 0
     num_expired_leases: int = 0

@@ -112,9 +112,9 @@ class PromptLogprobs:
         complete = {}
         end = 0
         for share in shares:
-            end += share.num_tokens
+            first, end = end, end + share.num_tokens + len(share.draft)
             if needs_prompt_logprobs(share.request):
-                positions = self._add(share, hidden, end - share.num_tokens)
+                positions = self._add(share, hidden, first)
                 if share.samples:
                     complete[share.request.request_id] = positions
                     del self._collected[share.request]

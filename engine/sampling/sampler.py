@@ -20,8 +20,9 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,8 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import Sampled
 
 _MASK32 = 0xFFFFFFFF
+
+T = TypeVar("T")
 
 _scratch = threading.local()
 """Of each thread that samples on CPU: `memory`, float64."""
@@ -72,52 +75,78 @@ class TokenSampler:
         self._adjustments = LogitAdjustments()
         self.grammars = GrammarMasks()
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> Sampled:
-        """The next tokens, from `logits` [len(requests), vocab] (float32), which it changes. Requests whose logits are
-        not finite get none."""
-        numbered = list(enumerate(requests))
-        with_logprobs = [(row, request) for row, request in numbered if request.spec.params.logprobs is not None]
-        raw = {row: logits[row].clone() for row, request in with_logprobs if request.spec.params.changes_logits}
-        self._adjustments.apply(logits, requests)
-        self.grammars.apply(logits, requests)
-        token_ids = _sample_finite(logits, requests)
-        with_logprobs = [(row, request) for row, request in with_logprobs if request.request_id in token_ids]
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], drafts: Mapping[str, list[int]] | None = None
+    ) -> Sampled:
+        """The next tokens, from `logits` [rows, vocab] (float32), which it changes: a row of each request, then one of
+        each token of its draft, where `drafts` has one under its id. Requests whose logits are not finite get none."""
+        drafts = drafts or {}
+        rows = [
+            (request, place) for request in requests for place in range(1 + len(drafts.get(request.request_id, ())))
+        ]
+        owners = [request for request, _ in rows]
+        with_logprobs = [row for row, request in enumerate(owners) if request.spec.params.logprobs is not None]
+        raw = {row: logits[row].clone() for row in with_logprobs if owners[row].spec.params.changes_logits}
+        self._adjustments.apply(logits, owners)
+        self.grammars.apply(logits, owners)
+        tokens = _sample_finite(logits, [_sampling_row(request, place) for request, place in rows])
+        kept = dict.fromkeys(_kept(tokens, requests, drafts))
+        token_ids = _by_request(owners, kept, [tokens[row] for row in kept])
+        with_logprobs = [row for row in with_logprobs if row in kept]
         if not with_logprobs:
             return Sampled(token_ids)
         logprobs = token_logprobs(
-            [raw.get(row, logits[row]) for row, _ in with_logprobs],
-            [token_ids[request.request_id] for _, request in with_logprobs],
-            [request.spec.params.logprobs or 0 for _, request in with_logprobs],
+            [raw.get(row, logits[row]) for row in with_logprobs],
+            [tokens[row] for row in with_logprobs],
+            [owners[row].spec.params.logprobs or 0 for row in with_logprobs],
         )
-        by_id = {request.request_id: entries for (_, request), entries in zip(with_logprobs, logprobs, strict=True)}
-        return Sampled(token_ids, by_id)
+        return Sampled(token_ids, _by_request(owners, with_logprobs, logprobs))
 
 
-def _sample_finite(logits: Tensor, requests: Sequence[Request]) -> dict[str, int]:
-    """Tokens by request id, of the rows with finite logits."""
-    rows = [_sampling_row(request) for request in requests]
+def _kept(tokens: Mapping[int, int], requests: Sequence[Request], drafts: Mapping[str, list[int]]) -> Iterator[int]:
+    """The rows whose tokens count: of each request the first, and those behind a token of its draft that was right."""
+    row = 0
+    for request in requests:
+        draft = drafts.get(request.request_id, ())
+        for place, expected in enumerate((None, *draft)):
+            if row + place not in tokens or (place and tokens[row + place - 1] != expected):
+                break
+            yield row + place
+        row += 1 + len(draft)
+
+
+def _by_request(owners: Sequence[Request], rows: Iterable[int], values: Iterable[T]) -> dict[str, list[T]]:
+    """The values of each request's rows, by its id."""
+    by_id: dict[str, list[T]] = {}
+    for row, value in zip(rows, values, strict=True):
+        by_id.setdefault(owners[row].request_id, []).append(value)
+    return by_id
+
+
+def _sample_finite(logits: Tensor, rows: Sequence[SamplingRow]) -> dict[int, int]:
+    """Tokens of the rows with finite logits, by row."""
     try:
-        tokens = sample(logits, rows)
+        return dict(enumerate(sample(logits, rows)))
     except NonFiniteLogits as error:
         finite = [index for index in range(len(rows)) if index not in error.rows]
-        if not finite:
-            return {}
-        tokens = sample(logits[finite], [rows[index] for index in finite])
-        requests = [requests[index] for index in finite]
-    return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+    if not finite:
+        return {}
+    return dict(zip(finite, sample(logits[finite], [rows[index] for index in finite]), strict=True))
 
 
-def _sampling_row(request: Request) -> SamplingRow:
+def _sampling_row(request: Request, place: int) -> SamplingRow:
+    """`place`: how many tokens of a draft are before it."""
     params = request.spec.params
     forbidden: tuple[int, ...] = ()
-    if request.num_output_tokens < params.min_tokens and request.grammar is None:  # else its mask forbids them
+    num_output_tokens = request.num_output_tokens + place
+    if num_output_tokens < params.min_tokens and request.grammar is None:  # else its mask forbids them
         eos = () if params.ignore_eos else request.spec.eos_token_ids
         forbidden = (*eos, *params.stop_token_ids)
     return SamplingRow(
         params=params,
         seed=request.spec.seed,
         choice=request.spec.choice,
-        position=request.num_tokens,
+        position=request.num_tokens + place,
         forbidden_ids=forbidden,
     )
 

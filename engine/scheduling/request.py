@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,6 +224,21 @@ class Request:
                 return "no room within the reservation time", "no_room"
             case _:
                 return f"no {'KV' if self.seeded else 'seed'} within the reservation time", "timeout"
+
+    def append(self, token_ids: Sequence[int], max_model_len: int) -> tuple[int, FinishReason | None, int | None]:
+        """Append what a step has sampled, one token at least, up to one that ends the request. All but the last were
+        drafted, so that their KV is computed. Returns how many they are, and what `check_stop` says of the last; a
+        request that is handed over has no other reason."""
+        for num_tokens, token_id in enumerate(token_ids, 1):  # noqa: B007 it counts
+            self.token_ids.append(token_id)
+            reason, stop_token_id = self.check_stop(max_model_len)
+            if reason is not None:
+                break
+        self.num_computed_tokens += num_tokens - 1
+        self.is_entering = self.is_late = False
+        if reason is None and self.is_handed_over:
+            reason = "hand_over"
+        return num_tokens, reason, stop_token_id
 
     def check_stop(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Why the newest token ends the request, None if it does not; and that token if it is one of `stop_token_ids`.

@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, ReservedEvent, StepCost, TokensEvent
 from engine.kv_connector import KVConnector, KVLoadResult
 from engine.scheduling import step_budget
+from engine.scheduling.drafts import Drafter
 from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler_output import (
@@ -52,6 +53,7 @@ class Scheduler:
     held: dict[str, list[KVBlock]] = field(default_factory=dict)
     """Blocks of finished requests, and of abandoned loads, that the connector still needs."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    drafter: Drafter = field(default_factory=Drafter)
     step_cost: StepCost | None = None
     """Set by the owner as it is measured."""
     _events: list[Event] = field(default_factory=list)
@@ -156,14 +158,15 @@ class Scheduler:
         late = [request for request in prompts if request.is_late and request.status is RequestStatus.RUNNING]
         if self.waiting and not (streams_lack_room or prompts_lack_room):
             num_left = self._admit(num_left, scheduled, may_be_late=not late)
-        self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
+        num_left, _ = self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
+        self.drafter.add(scheduled, self.step_cost, num_left, self.kv)
         self._is_step_open = bool(scheduled)
         return SchedulerOutput(scheduled)
 
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
-        """Apply a step's result: progress, new tokens, finished requests. `sampled` has a token for each share that
+        """Apply a step's result: progress, new tokens, finished requests. `sampled` has tokens for each share that
         samples, unless its logits were not finite."""
-        self.counters.step_computed(output.num_tokens)
+        self.counters.step_computed(output)
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -177,7 +180,7 @@ class Scheduler:
             if not request.is_handed_over:  # its reader needs them all
                 self.kv.drop_unseen(request)
             if share.samples:
-                self._append_token(request, sampled)
+                self._append_tokens(request, sampled)
         self._is_step_open = False
 
     def take_events(self) -> list[Event]:
@@ -461,18 +464,15 @@ class Scheduler:
         request.num_computed_tokens = 0
         self.waiting.add(request)
 
-    def _append_token(self, request: Request, sampled: Sampled) -> None:
-        token_id = sampled.token_ids.get(request.request_id)
-        if token_id is None:
+    def _append_tokens(self, request: Request, sampled: Sampled) -> None:
+        if (token_ids := sampled.token_ids.get(request.request_id)) is None:
             self._fail(request, *request.nothing_allowed())
             return
-        request.token_ids.append(token_id)
-        request.is_entering = request.is_late = False
-        self.counters.num_generated_tokens += 1
-        reason, stop_token_id = request.check_stop(self.max_model_len)
-        if reason is None and request.is_handed_over:
-            reason = "hand_over"
-        self._events.append(sampled.event(request, finish_reason=reason, stop_token_id=stop_token_id))
+        self.drafter.observe(request, token_ids)
+        num_tokens, reason, stop_token_id = request.append(token_ids, self.max_model_len)
+        self.counters.tokens_generated(num_tokens)
+        self.kv.publish(request)
+        self._events.append(sampled.event(request, num_tokens, finish_reason=reason, stop_token_id=stop_token_id))
         if reason is not None:
             self._finish(request, reason)
 

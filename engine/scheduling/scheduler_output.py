@@ -20,6 +20,8 @@ class ScheduledRequest:
     request: Request
     start: int
     num_tokens: int
+    draft: list[int] = field(default_factory=list)
+    """Tokens that are computed behind these, in case that they follow (drafts.py)."""
 
     @property
     def samples(self) -> bool:
@@ -33,12 +35,13 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        return sum(share.num_tokens for share in self.scheduled)
+        """Those of drafts included."""
+        return sum(share.num_tokens + len(share.draft) for share in self.scheduled)
 
     @property
     def num_streams(self) -> int:
-        """Requests that compute one token."""
-        return sum(share.num_tokens == 1 for share in self.scheduled)
+        """Single tokens: those of streams, and of drafts, which cost the same."""
+        return sum(1 + len(share.draft) for share in self.scheduled if share.num_tokens == 1)
 
 
 def needs_prompt_logprobs(request: Request) -> bool:
@@ -52,9 +55,10 @@ def needs_prompt_logprobs(request: Request) -> bool:
 class Sampled:
     """The tokens sampled in a step, by request id."""
 
-    token_ids: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    """If requested."""
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """One each, and one more for each token of a draft that was right."""
+    logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
+    """If requested, parallel to `token_ids`."""
     prompt_logprobs: dict[str, list[list[TokenLogprob]]] = field(default_factory=dict)
     """Of requests that need them."""
     nothing_allowed: frozenset[str] = frozenset()
@@ -64,19 +68,21 @@ class Sampled:
         """Whether the model's logits for a request that samples are finite."""
         return request_id in self.token_ids or request_id in self.nothing_allowed
 
-    def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
-        """The event of this request's token."""
+    def event(
+        self, request: Request, num_tokens: int, *, finish_reason: FinishReason | None, stop_token_id: int | None
+    ) -> TokensEvent:
+        """The event of the first `num_tokens` of this request's tokens."""
         request_id = request.request_id
         return TokensEvent(
             request_id,
-            [self.token_ids[request_id]],
+            self.token_ids[request_id][:num_tokens],
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
             num_recomputed_tokens=request.num_recomputed_tokens,
             queue_s=request.queue_s or 0.0,
-            logprobs=[self.logprobs[request_id]] if request_id in self.logprobs else [],
+            logprobs=self.logprobs.get(request_id, [])[:num_tokens],
             prompt_logprobs=self.prompt_logprobs.get(request_id, []),
         )
 
@@ -87,16 +93,24 @@ class SchedulerCounters(msgspec.Struct):
     num_preemptions: int = 0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_external_tokens: int = 0
     num_recomputed_blocks: int = 0
     num_steps: int = 0
     num_step_tokens: int = 0
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
-    def step_computed(self, num_tokens: int) -> None:
+    def step_computed(self, output: SchedulerOutput) -> None:
         self.num_steps += 1
-        self.num_step_tokens += num_tokens
-        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.num_step_tokens += output.num_tokens
+        self.num_draft_tokens += sum(len(share.draft) for share in output.scheduled)
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, output.num_tokens)] += 1
+
+    def tokens_generated(self, num_tokens: int) -> None:
+        """Of one request in one step: all but the first were drafted."""
+        self.num_generated_tokens += num_tokens
+        self.num_accepted_tokens += num_tokens - 1
 
     def totals(self) -> dict[str, Any]:
         """As they are now, for EngineLoad."""

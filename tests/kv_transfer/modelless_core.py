@@ -89,7 +89,7 @@ class ModellessCore:
         self.connector.start_io()
         self.check()
         self._compute(scheduled)
-        tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
+        tokens = {share.request.request_id: [5] for share in scheduled.scheduled if share.samples}
         self.scheduler.update_from_output(scheduled, Sampled(tokens))
         self.connector.start_io()
         for event in self.scheduler.take_events():

@@ -23,7 +23,7 @@ from protos.tandem.v1 import instance_pb2
 from tandem import Client, Completion
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
-from tests.engine_under_test import BLOCK_SIZE, PATIENCE, engine_fields
+from tests.engine_under_test import BLOCK_SIZE, IS_VLLM, PATIENCE, engine_fields
 from tests.lively import CHUNK, PATIENT_PEERS, PATIENT_POOLS
 from tests.system.checker import assert_no_leak, assert_same_answer, busy, footprint
 from tests.system.connectors import CONNECTORS, Backing
@@ -52,6 +52,9 @@ BY_LENGTH = ("--disaggregation-speed-smoothing", "0")
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.9, "top_p": 0.95, "seed": 11}
 NARROWED: dict[str, Any] = {**SEEDED, "top_p": 1.0, "top_k": 20, "min_p": 0.02, "temperature": 1.3}
+REPETITIVE: dict[str, Any] = {**SEEDED, "allowed_token_ids": [40, 41, 42], "max_tokens": 60}
+"""For outputs of which a killable stack drafts some tokens."""
+DRAFTS = () if IS_VLLM else ("--num-speculative-tokens", "4")
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 1000}
 """For requests that are not to end by themselves."""
 
@@ -280,7 +283,7 @@ def killable(model: Model, connector: str) -> AbstractContextManager[Stack]:
         disaggregation="auto",
         lease_s=SHORT_LEASE_S,
         # Instances that start again are found soon by their peers.
-        instance_args=("--peers-max-backoff-ms", "200", "--server-drain-move-s", str(DRAIN_MOVE_S), *DRAIN),
+        instance_args=("--peers-max-backoff-ms", "200", "--server-drain-move-s", str(DRAIN_MOVE_S), *DRAIN, *DRAFTS),
         router_args=(*BY_LENGTH, *beats, *DRAIN),
         faults={f"decode-{index}": f"engine.step=sleep:{DECODE_STEP_S}" for index in range(2)},
     )

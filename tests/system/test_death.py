@@ -18,7 +18,7 @@ from tests.lively import random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.connectors import THOROUGH
 from tests.system.deaths import FREED_WITHIN_S, choose, kill_at
-from tests.system.stacks import BEAT_TIMEOUT_S, GREEDY, SEEDED, SHORT_LEASE_S, STATES, Stack, on, on_stack
+from tests.system.stacks import BEAT_TIMEOUT_S, GREEDY, REPETITIVE, SEEDED, SHORT_LEASE_S, STATES, Stack, on, on_stack
 from tests.waiting import Stopwatch, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -112,3 +112,17 @@ def freeze_at(stack: Stack, prompt: list[int], state: str, victim: str) -> None:
     stack.wait_idle()
     stack.wait_clean(private)
     stack.assert_exact(stack.generate(prompt, GREEDY), prompt, GREEDY)
+
+
+@on_stack("killable shared_storage")
+def test_an_instance_killed_while_it_verifies_drafts_costs_a_pause_and_no_token(
+    killable: Stack, prompts: random.Random
+) -> None:
+    before = killable.settled()
+    kill_at(killable, random_prompt(prompts, 150), "decoding", "decode", REPETITIVE)
+    for name in killable.rig.stack.instances:
+        wait_until(lambda: killable.rig.is_ready(name), f"{name} is not ready again")  # noqa: B023
+    for name, load in killable.settled().items():
+        if name.startswith("decode") and load.instance_epoch == before[name].instance_epoch:
+            num_tokens = load.num_generated_tokens - before[name].num_generated_tokens
+            assert num_tokens > load.num_steps - before[name].num_steps, "nothing was drafted"

@@ -69,7 +69,7 @@ def add(scheduler: Scheduler, prompt: list[int], *, max_tokens: int = 4, now: fl
 def step(scheduler: Scheduler, token_id: int = 1) -> SchedulerOutput:
     output = scheduler.schedule()
     check_blocks(scheduler)
-    drawn = Sampled({share.request.request_id: token_id for share in output.scheduled if share.samples})
+    drawn = Sampled({share.request.request_id: [token_id] for share in output.scheduled if share.samples})
     scheduler.update_from_output(output, drawn)
     check_blocks(scheduler)
     return output

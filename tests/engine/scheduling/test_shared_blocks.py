@@ -82,7 +82,7 @@ class Memory(HoldingConnector):
             self.write(share.request, share.start, share.start + share.num_tokens)
         for share in output.scheduled:
             self.check(share.request, share.start + share.num_tokens)
-        token_ids = {share.request.request_id: 1 for share in output.scheduled if share.samples}
+        token_ids = {share.request.request_id: [1] for share in output.scheduled if share.samples}
         self.scheduler.update_from_output(output, Sampled(token_ids))
         check_blocks(self.scheduler)
         return output

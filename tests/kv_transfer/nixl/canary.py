@@ -147,7 +147,7 @@ class CanaryReader:
         self.connector.start_io()
         self._compute(scheduled)
         self.scheduler.update_from_output(
-            scheduled, Sampled({share.request.request_id: 5 for share in scheduled.scheduled if share.samples})
+            scheduled, Sampled({share.request.request_id: [5] for share in scheduled.scheduled if share.samples})
         )
         self.connector.start_io()
         for event in self.scheduler.take_events():

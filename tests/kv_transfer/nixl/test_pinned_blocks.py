@@ -115,7 +115,7 @@ class Reading(RuleBasedStateMachine):
         scheduled = self.scheduler.schedule()
         self.connector.start_io()
         self.check()
-        tokens = {share.request.request_id: 5 for share in scheduled.scheduled if share.samples}
+        tokens = {share.request.request_id: [5] for share in scheduled.scheduled if share.samples}
         self.scheduler.update_from_output(scheduled, Sampled(tokens))
         for event in self.scheduler.take_events():
             if isinstance(event, TokensEvent) and event.finish_reason is not None:

@@ -49,6 +49,20 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(
     assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
 
 
+def test_drafts_after_a_hand_over_do_not_change_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    """The outputs have few different tokens: what came before comes again."""
+    params = SamplingParams(temperature=0.9, allowed_token_ids=(5, 6, 7), max_tokens=48, ignore_eos=True, seed=11)
+    prompts = random_prompts(10, longest=300, vocab_size=1024, seed=5)
+    pair = CorePair(store_config(checkpoint, tmp_path, num_speculative_tokens=5))
+    for index, prompt in enumerate(prompts):
+        pair.start(f"r{index}", prompt, params)
+    pair.run()
+    outcomes = pair.outcomes.values()
+    assert [outcome.token_ids for outcome in outcomes] == aggregated(checkpoint, prompts, params)
+    assert (pair.prefill.load.num_draft_tokens, pair.decode.load.num_accepted_tokens > 20) == (0, True)
+    pair.close()
+
+
 def test_quantised_engines_hand_over_to_their_like_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A prompt of three blocks, again and with a stranger's pages in the store."""
     [prompt] = random_prompts(2, longest=53, vocab_size=1024, seed=5)[1:]

@@ -1,0 +1,204 @@
+"""Speculation by prompt lookup: tokens that a stream probably gets are verified in the step that computes its next one.
+
+    the stream's last three tokens ─▶ where they were before ─▶ the tokens that followed there: its draft
+    step: last token, draft ─▶ a sampled token for each ─▶ kept up to the first that differs from the draft's
+
+What is sampled depends on the tokens before it, on the seed and on its position alone. So a stream has the same tokens
+as without drafts, at any temperature, where other engines keep its distribution at best. Source of the drafts: Saxena,
+"Prompt Lookup Decoding", 2023.
+
+The i-th token of a draft is kept with probability p^i, p being how often predictions for this stream were right lately,
+those that were not computed included. A step computes as many tokens of drafts, the most probable ones of all streams,
+as give the most tokens per second: so there are no drafts where predictions are wrong, or where steps are bound by
+compute.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from engine.core.messages import StepCost
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
+
+_NUM_SAME = 3
+"""Tokens that have to be the same for a prediction."""
+_FIRST_RATE, _FIRST_WEIGHT = 0.5, 2
+"""Of predictions for a new stream: as if so many had been observed."""
+_SMOOTHING = 1 / 16
+_LEAST_RATE = 0.1
+"""Tokens that are right less often are not considered."""
+_LEAST_GAIN = 1.05
+"""Of tokens per second by drafts: less is within the errors of the estimates."""
+_MAX_AGE = 256
+"""Steps after which a time is not known any more, and the step is tried again."""
+_TOKEN_BYTES = array("i").itemsize
+
+
+class Predictor(Protocol):
+    """Predicts the tokens of one stream."""
+
+    def predict(self, token_ids: list[int], most: int) -> list[int]:
+        """Up to `most` tokens that follow `token_ids`: those of the last call, and what has come since."""
+
+
+class PromptLookup:
+    """Predicts what followed when the last tokens were the same before."""
+
+    def __init__(self) -> None:
+        self._tokens = bytearray()  # 32-bit integers: searched in microseconds
+
+    def predict(self, token_ids: list[int], most: int) -> list[int]:
+        """As `Predictor.predict`: `most` tokens, or none."""
+        self._tokens += array("i", token_ids[len(self._tokens) // _TOKEN_BYTES :]).tobytes()
+        last = self._tokens[-_NUM_SAME * _TOKEN_BYTES :]
+        at = self._tokens.rfind(last, 0, len(self._tokens) - _TOKEN_BYTES)
+        while at > 0 and at % _TOKEN_BYTES:  # bytes of two tokens
+            at = self._tokens.rfind(last, 0, at + len(last) - 1)
+        first = at // _TOKEN_BYTES + _NUM_SAME
+        if at < 0 or most <= 0:
+            return []
+        predicted = token_ids[first : first + most]
+        while len(predicted) < most:  # what repeats, repeats again
+            predicted.append(predicted[first - len(token_ids)])
+        return predicted
+
+
+@dataclass(slots=True)
+class _Stream:
+    predictor: Predictor
+    prediction: list[int] = field(default_factory=list)
+    """Of the next tokens; what is computed of it is the draft."""
+    hit_rate: float = _FIRST_RATE
+    num_observed: int = _FIRST_WEIGHT
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """The tokens that have followed."""
+        for predicted, token_id in zip(self.prediction, token_ids, strict=False):
+            is_hit = predicted == token_id
+            self.num_observed += 1
+            self.hit_rate += max(_SMOOTHING, 1 / self.num_observed) * (is_hit - self.hit_rate)
+            if not is_hit:
+                break
+        self.prediction = []
+
+
+class StepTimes:
+    """What steps take by how many single tokens they have. It grows by leaps, where kernels take several rows at once,
+    or one more is too many for a cache."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._observed: dict[int, tuple[int, deque[float]]] = {}
+        """By number of tokens: the last step that had as many, and what the last few took."""
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
+        _, observed = self._observed.get(num_tokens, (0, deque[float](maxlen=5)))
+        observed.append(seconds)
+        self._observed[num_tokens] = (self._num_steps, observed)
+
+    def seconds(self, num_tokens: int, cost: StepCost) -> float:
+        """The median of those observed lately; else what a smaller step took, and by `cost` what the others add."""
+        for fewer in range(num_tokens, 0, -1):
+            last, observed = self._observed.get(fewer, (-_MAX_AGE, ()))
+            if self._num_steps - last < _MAX_AGE and observed:
+                return sorted(observed)[len(observed) // 2] + cost.per_stream_s * (num_tokens - fewer)
+        return cost.seconds(num_tokens)
+
+
+class Drafter:
+    """The drafts of one engine's streams. Owned by the scheduler."""
+
+    def __init__(
+        self,
+        most: int = 0,
+        *,
+        max_num_rows: int = 0,
+        max_model_len: int = 0,
+        predictor: Callable[[Request], Predictor] = lambda _: PromptLookup(),
+    ) -> None:
+        """`most`: tokens of one draft; `max_num_rows`: single tokens of a step, those of drafts included; `predictor`:
+        makes that of a request."""
+        self._most = most
+        self._max_num_rows = max(max_num_rows, 1 + most)
+        self._max_model_len = max_model_len
+        self._predictor = predictor
+        self._streams: WeakKeyDictionary[Request, _Stream] = WeakKeyDictionary()
+        self._times = StepTimes()
+
+    def add(self, scheduled: list[ScheduledRequest], cost: StepCost | None, num_left: int, kv: KVCacheManager) -> None:
+        """Add drafts to the shares of streams, with blocks for them: at most `num_left` tokens."""
+        if not self._most or cost is None:
+            return
+        output = SchedulerOutput(scheduled)
+        num_left = min(num_left, self._max_num_rows - output.num_streams)
+        drafted = [index for index, share in enumerate(scheduled) if share.num_tokens == 1 and _may_draft(share)]
+        streams = [self._predicted(scheduled[index].request) for index in drafted]
+        candidates = [(stream.hit_rate, len(stream.prediction)) for stream in streams]
+        prompts_s = cost.per_token_s * (output.num_tokens - output.num_streams)
+        lengths = draft_lengths(
+            lambda num_tokens: self._times.seconds(num_tokens, cost) + prompts_s,
+            output.num_streams,
+            candidates,
+            num_left,
+        )
+        for index, stream, length in zip(drafted, streams, lengths, strict=True):
+            share = scheduled[index]
+            if length and kv.allocate(share.request, share.request.num_tokens + length):
+                scheduled[index] = replace(share, draft=stream.prediction[:length])
+
+    def record(self, output: SchedulerOutput, seconds: float) -> None:
+        """A step took so long."""
+        if self._most and output.num_tokens == output.num_streams:
+            self._times.record(output.num_tokens, seconds)
+
+    def observe(self, request: Request, token_ids: Sequence[int]) -> None:
+        """These tokens of a request were sampled."""
+        if (stream := self._streams.get(request)) is not None:
+            stream.observe(token_ids)
+
+    def _predicted(self, request: Request) -> _Stream:
+        stream = self._streams.get(request)
+        if stream is None:
+            stream = self._streams[request] = _Stream(self._predictor(request))
+        most, max_tokens = self._max_model_len - request.num_tokens, request.spec.params.max_tokens
+        if max_tokens is not None:
+            most = min(most, max_tokens - request.num_output_tokens)
+        # Without a draft the step has a token as well.
+        stream.prediction = stream.predictor.predict(request.token_ids, min(self._most, most - 1))
+        return stream
+
+
+def _may_draft(share: ScheduledRequest) -> bool:
+    """Whether tokens behind the request's next one can be sampled in the same step: where they are computed here, and
+    the tokens before them do not change their logits."""
+    request, params = share.request, share.request.spec.params
+    is_free = request.grammar is None and not params.is_penalised and not params.bad_word_ids
+    return share.samples and is_free and not request.is_handed_over
+
+
+def draft_lengths(
+    seconds: Callable[[int], float], num_streams: int, candidates: Sequence[tuple[float, int]], most: int
+) -> list[int]:
+    """How many tokens of each draft a step computes, at most `most` in all, beside one of each of `num_streams`.
+    `seconds`: of a step with so many tokens; `candidates`: of each draft, the probability that a token is right if
+    those before it are, and its length."""
+    places = ((rate**place, index) for index, (rate, length) in enumerate(candidates) for place in range(1, length + 1))
+    gains = sorted((gain for gain in places if gain[0] >= _LEAST_RATE), reverse=True)[: max(most, 0)]
+    num_tokens, best, num_best = float(num_streams), 0.0, 0
+    if gains:
+        best = _LEAST_GAIN * num_tokens / seconds(num_streams)
+    for num_drafted, (gain, _) in enumerate(gains, 1):
+        num_tokens += gain
+        speed = num_tokens / seconds(num_streams + num_drafted)
+        if speed > best:
+            best, num_best = speed, num_drafted
+    drafted = Counter(index for _, index in gains[:num_best])
+    return [drafted[index] for index in range(len(candidates))]

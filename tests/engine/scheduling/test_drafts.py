@@ -1,0 +1,309 @@
+"""Drafts without a model: what is predicted, how much of it a step computes, and that streams stay what they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.messages import EngineRequest, HoldKV, StepCost, TokensEvent
+from engine.sampling.params import SamplingParams
+from engine.scheduling.drafts import Drafter, PromptLookup, StepTimes, draft_lengths
+from engine.scheduling.request import Request
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
+from tests.engine.scheduling.test_scheduler import add, check_blocks, make_scheduler
+
+FREE = StepCost(1.0, 0.0, 0.0)
+
+# What is predicted
+
+# Their bytes are found at odd places as well.
+TOKENS = st.sampled_from([0, 1, 256, 65536, 1 << 24, 257])
+
+
+def looked_up(tokens: list[int], most: int) -> list[int]:
+    """The definition."""
+    for first in range(len(tokens) - 4, -1, -1):
+        if tokens[first : first + 3] == tokens[-3:]:
+            followed = tokens[first + 3 :]
+            return [followed[index % len(followed)] for index in range(most)]
+    return []
+
+
+@settings(max_examples=300)
+@given(st.lists(TOKENS, min_size=1, max_size=40), st.lists(st.lists(TOKENS, max_size=5), max_size=8), st.integers(0, 6))
+def test_the_prediction_is_what_followed_the_same_tokens_last(
+    prompt: list[int], increments: list[list[int]], most: int
+) -> None:
+    lookup, tokens = PromptLookup(), list(prompt)
+    for increment in [[], *increments]:
+        tokens += increment
+        assert lookup.predict(tokens, most) == looked_up(tokens, most)
+
+
+# How much of it is computed
+
+
+def proportional(base: float, each: float) -> Callable[[int], float]:
+    return lambda num_tokens: base + each * num_tokens
+
+
+def test_a_step_bound_by_memory_computes_what_is_probably_right() -> None:
+    seconds = proportional(20.0, 1.0)
+    assert draft_lengths(seconds, 1, [(0.95, 5)], 64) == [5]
+    assert draft_lengths(seconds, 1, [(0.5, 5)], 64) == [3]
+    assert draft_lengths(seconds, 1, [(0.2, 5)], 64) == [1]
+    assert draft_lengths(seconds, 1, [(0.05, 5)], 64) == [0]
+    assert draft_lengths(seconds, 1, [(0.95, 5)], 2) == [2], "more than there is room for"
+    assert draft_lengths(seconds, 1, [], 64) == []
+
+
+def test_the_best_tokens_of_all_drafts_go_first() -> None:
+    assert draft_lengths(proportional(20.0, 1.0), 3, [(0.5, 5), (0.9, 5), (0.9, 1)], 4) == [0, 3, 1]
+
+
+def test_a_step_bound_by_compute_has_no_drafts() -> None:
+    assert draft_lengths(proportional(1.0, 1.0), 32, [(0.9, 5)] * 32, 64) == [0] * 32
+
+
+@pytest.mark.parametrize(("num_streams", "length"), [(1, 3), (2, 2), (4, 0), (5, 3)])
+def test_a_step_ends_before_a_leap_in_its_time(num_streams: int, length: int) -> None:
+    """Kernels that take four rows at once."""
+    assert draft_lengths(lambda num_tokens: 10.0 * -(-num_tokens // 4), num_streams, [(0.7, 3)], 64) == [length]
+
+
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=12, max_size=12),
+    st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(0, 3)), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_no_other_choice_has_more_tokens_per_second(
+    times: list[float], candidates: list[tuple[float, int]], most: int
+) -> None:
+    seconds, num_streams = lambda num_tokens: times[num_tokens - 1], len(candidates)
+    chosen = draft_lengths(seconds, num_streams, candidates, most)
+    best = speed_of([0] * num_streams, seconds, candidates)
+    for lengths in itertools.product(*(range(length + 1) for _, length in candidates)):
+        is_allowed = sum(lengths) <= most and all(
+            not length or rate**length >= 0.1 for length, (rate, _) in zip(lengths, candidates, strict=True)
+        )
+        best = max(best, speed_of(lengths, seconds, candidates)) if is_allowed else best
+    assert sum(chosen) <= most
+    assert speed_of(chosen, seconds, candidates) >= best / 1.0500001
+
+
+def speed_of(lengths: Sequence[int], seconds: Callable[[int], float], candidates: list[tuple[float, int]]) -> float:
+    """Tokens per second: of each draft the first i are right with the i-th power of its rate."""
+    num_right = sum(
+        rate**place for length, (rate, _) in zip(lengths, candidates, strict=True) for place in range(1, length + 1)
+    )
+    return (len(candidates) + num_right) / seconds(len(candidates) + sum(lengths))
+
+
+def test_times_are_those_observed_lately_or_of_smaller_steps() -> None:
+    times, cost = StepTimes(), StepCost(base_s=9.0, per_stream_s=0.5, per_token_s=0.0)
+    assert times.seconds(4, cost) == 11.0, "nothing was observed"
+    for seconds in (1.0, 50.0, 1.2):
+        times.record(2, seconds)
+    assert times.seconds(2, cost) == 1.2, "a stall does not count"
+    assert times.seconds(4, cost) == 2.2
+    assert times.seconds(1, cost) == 9.5
+    times.record(5, 7.0)
+    assert (times.seconds(4, cost), times.seconds(5, cost), times.seconds(7, cost)) == (2.2, 7.0, 8.0)
+    for _ in range(256):
+        times.record(2, 1.0)
+    assert times.seconds(5, cost) == 2.5, "it is tried again"
+
+
+# Streams stay what they are
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: something that follows from all tokens."""
+    return (31 * sum(tokens) + len(tokens)) % 1000
+
+
+class Oracle:
+    """Predicts what the model says, with errors."""
+
+    def __init__(self, rng: Random, hit_rate: float) -> None:
+        self._rng, self._hit_rate = rng, hit_rate
+
+    def predict(self, token_ids: list[int], most: int) -> list[int]:
+        known = list(token_ids)
+        for _ in range(self._rng.randint(0, max(most, 0))):
+            known.append(next_token(known) + (self._rng.random() > self._hit_rate))
+        return known[len(token_ids) :]
+
+
+def sampled(output: SchedulerOutput) -> Sampled:
+    token_ids: dict[str, list[int]] = {}
+    for share in output.scheduled:
+        if not share.samples:
+            assert not share.draft
+            continue
+        known = list(share.request.token_ids)
+        tokens = token_ids[share.request.request_id] = [next_token(known)]
+        for drafted in share.draft:
+            if drafted != tokens[-1]:
+                break
+            tokens.append(next_token([*known, *tokens]))
+    return Sampled(token_ids)
+
+
+def step(scheduler: Scheduler) -> SchedulerOutput:
+    scheduler.step_cost = FREE
+    output = scheduler.schedule()
+    check_blocks(scheduler)
+    for share in output.scheduled:
+        blocks = scheduler.kv.block_ids(share.request.request_id)
+        assert len(blocks) * scheduler.kv.block_size >= share.start + share.num_tokens + len(share.draft)
+    scheduler.update_from_output(output, sampled(output))
+    check_blocks(scheduler)
+    return output
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 3)), min_size=1, max_size=12),
+    st.integers(16, 40),
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.7, 1.0]),
+    st.integers(0, 1 << 30),
+)
+def test_streams_get_the_models_tokens_whatever_is_predicted(
+    shapes: list[tuple[int, int, int]], num_blocks: int, budget: int, most: int, hit_rate: float, seed: int
+) -> None:
+    scheduler = make_scheduler(num_blocks, budget=budget)
+    rng, longest = Random(seed), scheduler.max_model_len
+    scheduler.drafter = Drafter(most, max_num_rows=6, max_model_len=longest, predictor=lambda _: Oracle(rng, hit_rate))
+    requests = [add(scheduler, [fill] * length, max_tokens=tokens) for length, tokens, fill in shapes]
+    while scheduler.requests:
+        output = step(scheduler)
+        assert output.num_tokens <= budget
+        assert output.num_streams <= max(6, 1 + most)
+    for request, (length, tokens, fill) in zip(requests, shapes, strict=True):
+        expected = [fill] * length
+        while len(expected) < min(length + tokens, longest):
+            expected.append(next_token(expected))
+        assert request.token_ids == expected
+        assert request.finish_reason == "length"
+    assert scheduler.kv.pool.num_available == num_blocks
+    counters = scheduler.counters
+    assert counters.num_generated_tokens == sum(request.num_output_tokens for request in requests)
+    assert counters.num_accepted_tokens <= counters.num_draft_tokens
+    if hit_rate == 0.0:
+        assert counters.num_accepted_tokens == 0
+
+
+def start(prompt: list[int], **params: Any) -> tuple[Scheduler, Request]:
+    """A stream with its first token. Its predictions are right, and it drafts three tokens, since that is not known."""
+    scheduler = make_scheduler(num_blocks=32)
+    most, longest = 4, scheduler.max_model_len
+    scheduler.drafter = Drafter(most, max_num_rows=8, max_model_len=longest, predictor=lambda _: Oracle(Most(), 1.0))
+    fields = {"max_tokens": 60, "ignore_eos": True, **params}
+    spec = EngineRequest(request_id="r", prompt_token_ids=prompt, params=SamplingParams(**fields))
+    request = Request.from_spec(spec, arrival=0, fingerprint="f")
+    scheduler.add_request(request, now=0.0)
+    while not request.num_output_tokens:
+        step(scheduler)
+    scheduler.take_events()
+    return scheduler, request
+
+
+class Most(Random):
+    """Every prediction is as long as it may be."""
+
+    def randint(self, a: int, b: int) -> int:
+        del a
+        return b
+
+
+def drafted(scheduler: Scheduler) -> list[int]:
+    """Of each share of the next step, how many tokens."""
+    return [len(share.draft) for share in step(scheduler).scheduled]
+
+
+def continued(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+def test_a_right_draft_is_one_event_whose_last_token_may_end_the_request() -> None:
+    scheduler, request = start([1, 2, 3], max_tokens=8)
+    assert drafted(scheduler) == [3]
+    [event] = scheduler.take_events()
+    assert isinstance(event, TokensEvent)
+    assert event.token_ids == request.token_ids[4:8]
+    assert request.num_uncomputed_tokens == 1
+    assert drafted(scheduler) == [2], "the last token needs no draft behind it"
+    [event] = scheduler.take_events()
+    assert isinstance(event, TokensEvent)
+    assert (len(event.token_ids), event.finish_reason) == (3, "length")
+
+
+def test_tokens_behind_a_stop_are_dropped() -> None:
+    tokens = continued([1, 2, 3], 3)
+    scheduler, request = start([1, 2, 3], stop_token_ids=[tokens[-1]])
+    assert drafted(scheduler) == [3]
+    [event] = scheduler.take_events()
+    assert isinstance(event, TokensEvent)
+    assert (event.token_ids, event.finish_reason, event.stop_token_id) == (tokens[-2:], "stop", tokens[-1])
+    assert request.token_ids == tokens
+    assert scheduler.counters.num_accepted_tokens == 1
+
+
+def test_blocks_of_accepted_tokens_are_found_by_others_after_the_end() -> None:
+    scheduler, request = start([1, 2, 3], max_tokens=14)
+    while scheduler.requests:
+        step(scheduler)
+    again = add(scheduler, [*request.token_ids, 5])
+    step(scheduler)
+    assert again.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("params", [{"presence_penalty": 0.5}, {"bad_words": ["a"], "bad_word_ids": ((4, 5),)}])
+def test_what_depends_on_the_tokens_before_has_no_draft(params: dict[str, Any]) -> None:
+    scheduler, _ = start([1, 2, 3], **params)
+    assert drafted(scheduler) == [0]
+
+
+def test_a_request_that_is_handed_over_has_no_draft() -> None:
+    scheduler = make_scheduler(num_blocks=32)
+    scheduler.drafter = Drafter(4, max_num_rows=8, max_model_len=100, predictor=lambda _: Oracle(Most(), 1.0))
+    add(scheduler, [1], hold_kv=HoldKV(transfer_id="t", lease_s=10.0))
+    assert drafted(scheduler) == [0]
+
+
+def test_a_draft_ends_where_the_context_does() -> None:
+    scheduler, request = start([7] * 123)
+    assert drafted(scheduler) == [3]
+    assert drafted(scheduler) == []
+    assert (request.num_tokens, request.finish_reason) == (128, "length")
+
+
+@pytest.mark.parametrize(("num_rows", "num_streams"), [(1, 5), (6, 6), (20, 15)])
+def test_drafts_take_only_the_rows_that_are_left(num_rows: int, num_streams: int) -> None:
+    """Of three streams; as many as one draft needs there are always."""
+    scheduler = make_scheduler(num_blocks=32, budget=20)
+    most = 4
+    scheduler.drafter = Drafter(most, max_num_rows=num_rows, max_model_len=100, predictor=lambda _: Oracle(Most(), 1.0))
+    for fill in range(3):
+        add(scheduler, [fill], max_tokens=40)
+    step(scheduler)
+    assert step(scheduler).num_streams == num_streams
+
+
+def test_drafts_take_only_the_tokens_that_are_left() -> None:
+    scheduler, _ = start([1])
+    add(scheduler, [2] * 100)
+    assert [(share.num_tokens, len(share.draft)) for share in step(scheduler).scheduled] == [(1, 0), (7, 0)]

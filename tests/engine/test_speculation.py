@@ -1,0 +1,201 @@
+"""Speculation changes when tokens come, never which: against the same engine without drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import NotSupported
+from engine.scheduling import drafts
+from engine.scheduling.drafts import Drafter
+from engine.scheduling.request import Request
+from tandem.demo import MODEL_DIR
+from tests.builders import lively_checkpoint
+from tests.oracle import random_prompts
+
+NUM_TOKENS = 48
+FEW = list(range(20, 23))
+"""Of which outputs repeat themselves, so that look-ups find something."""
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "min_p": 0.01},
+    {"temperature": 0.9, "logit_bias": {7: 3.0, 9: -50.0}, "logprobs": 0},
+    {"temperature": 1.2, "n": 3},
+    {"temperature": 0.9, "stop_token_ids": list(range(100)), "min_tokens": 20},
+    {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "prompt_logprobs": 1},
+]
+
+
+def make_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, skip_tokenizer_init=True, **{"dtype": "float32", "num_blocks": 2048, **options})
+
+
+def params_of(index: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": index, **WAYS[index % len(WAYS)], **fields}
+    )
+
+
+Answers = list[Any]
+
+
+def generate(llm: LLM, prompts: list[list[int]], **fields: Any) -> Answers:
+    """All that is reported of each output."""
+    params = [params_of(index, **fields) for index in range(len(prompts))]
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    load = llm.core.load
+    assert (load.running_blocks, load.held_blocks, load.num_running, load.num_waiting) == (0, 0, 0, 0)
+    return [
+        (
+            answer.prompt_logprobs,
+            [(one.token_ids, one.logprobs, one.finish_reason, one.stop_reason) for one in answer.outputs],
+        )
+        for answer in answers
+    ]
+
+
+class Known:
+    """Predicts what the stream is known to become, with errors."""
+
+    def __init__(self, num_prompt_tokens: int, token_ids: list[int], seed: int) -> None:
+        rng = Random(seed)
+        self._first = num_prompt_tokens
+        self._known = [token_id if rng.random() < 0.8 else 5 for token_id in token_ids]
+
+    def predict(self, token_ids: list[int], most: int) -> list[int]:
+        first = len(token_ids) - self._first
+        return self._known[first : first + max(most, 0)]
+
+
+def draft_what_came(llm: LLM, prompts: list[list[int]], answers: Answers, most: int = 5) -> None:
+    """From now on, with any number of tokens in a step."""
+    known = {
+        tuple(prompt): [token_ids for token_ids, *_ in outputs]
+        for prompt, (_, outputs) in zip(prompts, answers, strict=True)
+    }
+
+    def predictor(request: Request) -> Known:
+        prompt = request.spec.prompt_token_ids
+        return Known(len(prompt), known[tuple(prompt)][request.spec.choice], request.arrival)
+
+    llm.core.scheduler.drafter = Drafter(
+        most, max_num_rows=200, max_model_len=llm.core.info.max_model_len, predictor=predictor
+    )
+
+
+@pytest.fixture(autouse=True)
+def all_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it costs: which step has drafts must not depend on this machine's speed."""
+
+    def lengths(_seconds: object, _streams: int, candidates: list[tuple[float, int]], most: int) -> list[int]:
+        given = []
+        for _, length in candidates:
+            given.append(max(0, min(length, most)))
+            most -= given[-1]
+        return given
+
+    monkeypatch.setattr(drafts, "draft_lengths", lengths)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lively_checkpoint(tmp_path_factory.mktemp("model") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(24, longest=150, vocab_size=1000, seed=8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 33},
+        {"num_blocks": 40},
+        {"block_size": 32, "num_threads": 1},
+        {"attention_backend": "reference"},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_drafts_change_nothing(checkpoint: Path, prompts: list[list[int]], options: dict[str, Any]) -> None:
+    expected = generate(make_llm(checkpoint, **options), prompts)
+    llm = make_llm(checkpoint, num_speculative_tokens=5, **options)
+    draft_what_came(llm, prompts, expected)
+    assert generate(llm, prompts) == expected
+    counters = llm.core.scheduler.counters
+    assert counters.num_accepted_tokens > 200
+    assert counters.num_draft_tokens - counters.num_accepted_tokens > 100, "hardly any was wrong"
+    if options.get("num_blocks"):
+        assert llm.core.load.num_preemptions > 0
+    alone = [generate(llm, prompts[index : index + 1])[0] for index in (0, 8, 16)]
+    assert alone == [expected[index] for index in (0, 8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("mistral", {"sliding_window": 40}),
+        ("qwen3_moe", {}),
+        ("gemma3_text", {}),
+        ("gpt2", {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_change_nothing_in_any_architecture(
+    architecture: str, options: dict[str, Any], dtype: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    llm = make_llm(lively_checkpoint(tmp_path, architecture, **options), dtype=dtype, num_speculative_tokens=5)
+    llm.core.scheduler.drafter = Drafter()
+    expected = generate(llm, prompts[:10])
+    draft_what_came(llm, prompts, expected + [(None, [([],)])] * (len(prompts) - 10))
+    assert generate(llm, prompts[:10]) == expected
+    assert llm.core.scheduler.counters.num_accepted_tokens > 150
+
+
+def test_looked_up_drafts_change_nothing(checkpoint: Path, prompts: list[list[int]]) -> None:
+    fields: dict[str, Any] = {"allowed_token_ids": FEW, "logit_bias": None, "stop_token_ids": [], "min_tokens": 0}
+    expected = generate(make_llm(checkpoint), prompts, **fields)
+    llm = make_llm(checkpoint, speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    assert generate(llm, prompts, **fields) == expected
+    assert llm.core.scheduler.counters.num_accepted_tokens > 300
+
+
+def test_a_stop_string_inside_of_a_draft_ends_the_text_where_it_would() -> None:
+    prompts = ["The tandem", "for x in range(10):"]
+    fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
+    llm = LLM(MODEL_DIR, num_speculative_tokens=6)
+    whole = [answer.outputs[0].text for answer in llm.generate(prompts, SamplingParams(**fields), use_tqdm=False)]
+    for cut in range(60, 100, 3):
+        stops = [text[cut : cut + 5] for text in whole]
+        params = [SamplingParams(**fields, stop=(stop,)) for stop in stops]
+        for answer, text, stop in zip(llm.generate(prompts, params, use_tqdm=False), whole, stops, strict=True):
+            [output] = answer.outputs
+            assert (output.text, output.finish_reason, output.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    assert llm.core.scheduler.counters.num_accepted_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "eagle", "num_speculative_tokens": 3}, "ngram"),
+        ({"model": "small", "num_speculative_tokens": 3}, "ngram"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+    ],
+)
+def test_other_ways_to_speculate_are_named(checkpoint: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotSupported, match=message):
+        make_llm(checkpoint, speculative_config=config)
+
+
+def test_vllms_speculation_by_n_grams_is_ours(checkpoint: Path) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    assert make_llm(checkpoint, speculative_config=config).core.config.num_speculative_tokens == 3
