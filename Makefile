@@ -16,8 +16,8 @@ NODE_INSTALLED := node_modules/.installed
 EXAMPLE := examples/node-backend
 EXAMPLE_INSTALLED := $(EXAMPLE)/node_modules/.installed
 PYTEST := $(BIN)/python -m pytest
-# Processes that run tests side by side: two more than cores, because tests also wait.
-WORKERS ?= $(shell expr $$(nproc) + 2)
+# Processes that run tests side by side: four more than cores, because tests also wait.
+WORKERS ?= $(shell expr $$(nproc) + 4)
 ARGS ?=
 # Where torch's build comes from: https://download.pytorch.org/whl/cpu for a machine without a GPU. PyPI's has CUDA.
 TORCH_INDEX ?=

@@ -18,7 +18,7 @@ from tests.router.autoscaler.simulation import Owner, now, resizer_of
 
 OVERLOADED = {"num_running": 10, "num_waiting": 40}
 IDLE = {"num_running": 0}
-HALF_AN_HOUR_S = 1800.0
+A_WHILE_S = 900.0
 
 
 def run_loop(
@@ -73,12 +73,12 @@ def test_a_pool_waits_where_the_ratio_demands_what_the_other_is_refused(
 
     async def refusing(owner: Owner, scaler: Autoscaler) -> None:
         owner.refused = refused
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert owner.of == {"prefill": size, "decode": size}
         assert scaler.statuses[refused].holds["no_answer"] > 0
         assert scaler.statuses[other].holds["ratio"] > 0
         owner.refused = None
-        await asyncio.sleep(2 * HALF_AN_HOUR_S)
+        await asyncio.sleep(2 * A_WHILE_S)
         assert owner.of == {"prefill": end, "decode": end}
 
     run_loop(refusing, size, load, **limits)
@@ -93,7 +93,7 @@ def test_a_pool_changes_alone_as_far_as_the_ratio_allows(
 
     async def refusing(owner: Owner, scaler: Autoscaler) -> None:
         owner.refused = refused
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert owner.of == {refused: size, other: 2 * size if end > size else size // 2}
 
     run_loop(refusing, size, load, **limits)
@@ -107,7 +107,7 @@ def test_the_instances_of_a_pool_without_an_owner_count_in_the_ratio(
 
     async def unowned(owner: Owner, scaler: Autoscaler) -> None:
         del owner.of[refused]
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert scaler.statuses[refused].holds["no_actuator"] > 0
         assert scaler.statuses[other].holds["ratio"] > 0
 
@@ -122,7 +122,7 @@ def test_the_instances_of_a_pool_without_an_owner_count_in_the_budget(unowned: R
 
     async def overloaded(owner: Owner, scaler: Autoscaler) -> None:
         del owner.of[unowned]
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert scaler.statuses[other].holds["budget"] > 0
 
     assert run_loop(overloaded, 2, OVERLOADED, max_instances=7).of == {other: 5}
@@ -132,7 +132,7 @@ def test_the_instances_of_a_pool_without_an_owner_count_in_the_budget(unowned: R
 @pytest.mark.parametrize("limit", ["min_ratio", "max_ratio"])
 def test_no_single_resize_leaves_the_ratio(limit: str, size: int, load: dict[str, int]) -> None:
     async def undisturbed(owner: Owner, scaler: Autoscaler) -> None:
-        await asyncio.sleep(2 * HALF_AN_HOUR_S)
+        await asyncio.sleep(2 * A_WHILE_S)
 
     owner = run_loop(undisturbed, size, load, **{limit: 1.0})
     found = ratios(owner, size)
@@ -144,11 +144,11 @@ def test_no_single_resize_leaves_the_ratio(limit: str, size: int, load: dict[str
 def test_a_pool_waits_for_another_that_has_no_room(full: Role) -> None:
     async def without_room(owner: Owner, scaler: Autoscaler) -> None:
         owner.lack, owner.full = "no node takes 1 of 2 pods", full
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert owner.resizes == []
         assert scaler.statuses[full].holds["no_room"] > 0
         owner.lack = None
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert owner.of == {"prefill": 16, "decode": 16}
 
     run_loop(without_room, 1, OVERLOADED, min_ratio=1.0, max_ratio=1.0)
@@ -160,10 +160,10 @@ def test_an_exact_ratio_is_left_by_one_resize_at_most(refused: Role) -> None:
 
     async def refusing(owner: Owner, scaler: Autoscaler) -> None:
         owner.refused = refused
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert len(owner.resizes) <= 1
         owner.refused = None
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert owner.of == {"prefill": 16, "decode": 16}
 
     run_loop(refusing, 1, OVERLOADED, min_ratio=1.0, max_ratio=1.0)
@@ -175,7 +175,7 @@ def test_without_limits_no_pool_waits_for_the_other(refused: Role) -> None:
 
     async def refusing(owner: Owner, scaler: Autoscaler) -> None:
         owner.refused = refused
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert owner.of == {refused: 1, other: 16}
 
     run_loop(refusing, 1, OVERLOADED)
@@ -187,10 +187,10 @@ def test_the_share_of_a_pool_that_is_refused_stays_free_for_it(refused: Role) ->
 
     async def refusing(owner: Owner, scaler: Autoscaler) -> None:
         owner.refused = refused
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert sum(owner.of.values()) < 8
         owner.refused = None
-        await asyncio.sleep(HALF_AN_HOUR_S)
+        await asyncio.sleep(A_WHILE_S)
         assert sum(owner.of.values()) == 8
 
     run_loop(refusing, 1, OVERLOADED, max_instances=8)
