@@ -32,9 +32,8 @@ RENAMED = {
     "num_kvcache_blocks": "num_blocks",
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "kvcache_block_size": "block_size",
+    "speculative_config": "num_speculative_tokens",
 }
-_SPECULATION = "speculative_config"
-"""Of vLLM; ours is num_speculative_tokens."""
 _AUTOMATIC_IF_NEGATIVE = ("max_model_len", "num_blocks")
 _OF_A_PROCESS = {"kind", "python", "vllm_args", "cpu_cores", "process_setup", "process_setup_options"}
 """Fields of EngineConfig about a core's own process: that of `LLM` is the caller's, and its engine this one."""
@@ -128,15 +127,15 @@ SAMPLING_ARGUMENTS: dict[str, Fixed] = {
 
 def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of EngineConfig that `arguments` of `LLM` set. Raises NotSupported, and TypeError for other names."""
-    known = {*EngineConfig.__struct_fields__, _SPECULATION} - _OF_A_PROCESS
+    known = set(EngineConfig.__struct_fields__) - _OF_A_PROCESS
     fields: dict[str, Any] = {}
     for name, value in supported("LLM", arguments, {*known, *RENAMED}, LLM_ARGUMENTS).items():
         field = RENAMED.get(name, name)
         if field in fields:
             raise TypeError(f"LLM got {field} twice: {name} is another name of it")
-        if field == _SPECULATION:
-            fields["num_speculative_tokens"] = _num_speculative_tokens(value)
-        elif field not in _AUTOMATIC_IF_NEGATIVE or value != -1:
+        if name == "speculative_config":
+            value = _num_speculative_tokens(value)
+        if field not in _AUTOMATIC_IF_NEGATIVE or value != -1:
             fields[field] = _our_value(field, value)
     return {field: value for field, value in fields.items() if value is not None}
 
@@ -172,7 +171,7 @@ def _num_speculative_tokens(config: Mapping[str, Any] | None) -> int | None:
     num_tokens = config.get("num_speculative_tokens")
     if config.get("method") != "ngram" or num_tokens is None:
         allowed = '{"method": "ngram", "num_speculative_tokens": 5}, or num_speculative_tokens=5'
-        raise NotSupported(_SPECULATION, shown(config), allowed)
+        raise NotSupported("speculative_config", shown(config), allowed)
     return int(num_tokens)
 
 

@@ -162,7 +162,7 @@ class EngineSection(Section):
     enable_prefix_caching: bool = setting(True, "Reuse the KV of equal prompt prefixes.", flag="--prefix-caching")
     num_speculative_tokens: int = setting(
         0,
-        "Tokens of a stream that prompt lookup drafts for one step at most; results stay the same. Not with vLLM.",
+        "Tokens of a stream that prompt lookup drafts for one step at most: docs/speculation.md. Not with vLLM.",
         flag="--num-speculative-tokens",
         ge=0,
         le=64,

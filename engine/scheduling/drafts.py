@@ -10,14 +10,16 @@ as without drafts, at any temperature, where other engines keep its distribution
 The i-th token of a draft is kept with probability p^i, p being how often predictions for this stream were right lately,
 those that were not computed included. A step computes as many tokens of drafts, the most probable ones of all streams,
 as give the most tokens per second: so there are no drafts where predictions are wrong, or where steps are bound by
-compute.
+compute. For the sake of streams without drafts it takes no longer than the streams' inter-token objective, and at most
+twice as long as without drafts.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -36,9 +38,15 @@ _LEAST_RATE = 0.1
 """Tokens that are right less often are not considered."""
 _LEAST_GAIN = 1.05
 """Of tokens per second by drafts: less is within the errors of the estimates."""
-_MAX_AGE = 256
+_MARGIN = 1.5
+"""Times what a token adds to a step on average, where no step with so many was observed."""
+_MAX_STRETCH = 2.0
+"""Of a step by drafts."""
+_MAX_AGE = 1024
 """Steps after which a time is not known any more, and the step is tried again."""
 _TOKEN_BYTES = array("i").itemsize
+_MAX_SEARCHED = 131072 * _TOKEN_BYTES
+"""Of the last tokens: some 50 us, for each stream and step."""
 
 
 class Predictor(Protocol):
@@ -58,9 +66,10 @@ class PromptLookup:
         """As `Predictor.predict`: `most` tokens, or none."""
         self._tokens += array("i", token_ids[len(self._tokens) // _TOKEN_BYTES :]).tobytes()
         last = self._tokens[-_NUM_SAME * _TOKEN_BYTES :]
-        at = self._tokens.rfind(last, 0, len(self._tokens) - _TOKEN_BYTES)
+        begin, end = max(0, len(self._tokens) - _MAX_SEARCHED), len(self._tokens) - _TOKEN_BYTES
+        at = self._tokens.rfind(last, begin, end)
         while at > 0 and at % _TOKEN_BYTES:  # bytes of two tokens
-            at = self._tokens.rfind(last, 0, at + len(last) - 1)
+            at = self._tokens.rfind(last, begin, at + len(last) - 1)
         first = at // _TOKEN_BYTES + _NUM_SAME
         if at < 0 or most <= 0:
             return []
@@ -100,17 +109,29 @@ class StepTimes:
 
     def record(self, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
-        _, observed = self._observed.get(num_tokens, (0, deque[float](maxlen=5)))
+        observed = self._lately(num_tokens) or deque(maxlen=5)
         observed.append(seconds)
         self._observed[num_tokens] = (self._num_steps, observed)
 
-    def seconds(self, num_tokens: int, cost: StepCost) -> float:
-        """The median of those observed lately; else what a smaller step took, and by `cost` what the others add."""
-        for fewer in range(num_tokens, 0, -1):
-            last, observed = self._observed.get(fewer, (-_MAX_AGE, ()))
-            if self._num_steps - last < _MAX_AGE and observed:
-                return sorted(observed)[len(observed) // 2] + cost.per_stream_s * (num_tokens - fewer)
-        return cost.seconds(num_tokens)
+    def seconds(self, num_tokens: int, most_added: int, per_token_s: float) -> list[float]:
+        """Of steps with `num_tokens` and up to `most_added` more: the median of those observed lately, else of the next
+        smaller one, and somewhat more than `per_token_s`. Empty if no step with `num_tokens` was."""
+        if (observed := self._lately(num_tokens)) is None:
+            return []
+        times = [_median(observed)]
+        for added in range(1, most_added + 1):
+            observed = self._lately(num_tokens + added)
+            times.append(times[-1] + _MARGIN * per_token_s if observed is None else _median(observed))
+        return times
+
+    def _lately(self, num_tokens: int) -> deque[float] | None:
+        last, observed = self._observed.get(num_tokens, (-_MAX_AGE, None))
+        return observed if self._num_steps - last < _MAX_AGE else None
+
+
+def _median(times: Collection[float]) -> float:
+    """The lower one of two in the middle: stalls make times longer, nothing makes them shorter."""
+    return sorted(times)[(len(times) - 1) // 2]
 
 
 class Drafter:
@@ -127,27 +148,33 @@ class Drafter:
         """`most`: tokens of one draft; `max_num_rows`: single tokens of a step, those of drafts included; `predictor`:
         makes that of a request."""
         self._most = most
-        self._max_num_rows = max(max_num_rows, 1 + most)
+        self._max_num_rows = max_num_rows
         self._max_model_len = max_model_len
         self._predictor = predictor
         self._streams: WeakKeyDictionary[Request, _Stream] = WeakKeyDictionary()
         self._times = StepTimes()
 
-    def add(self, scheduled: list[ScheduledRequest], cost: StepCost | None, num_left: int, kv: KVCacheManager) -> None:
-        """Add drafts to the shares of streams, with blocks for them: at most `num_left` tokens."""
+    def add(self, scheduled: list[ScheduledRequest], cost: StepCost | None, budget: int, kv: KVCacheManager) -> None:
+        """Add drafts to the shares of streams, with blocks for them. `budget`: tokens of the whole step."""
         if not self._most or cost is None:
             return
-        output = SchedulerOutput(scheduled)
-        num_left = min(num_left, self._max_num_rows - output.num_streams)
+        output, specs = SchedulerOutput(scheduled), [share.request.spec for share in scheduled]
+        num_left = min(budget - output.num_tokens, self._max_num_rows - output.num_streams)
+        if num_left <= 0:
+            return
         drafted = [index for index, share in enumerate(scheduled) if share.num_tokens == 1 and _may_draft(share)]
         streams = [self._predicted(scheduled[index].request) for index in drafted]
         candidates = [(stream.hit_rate, len(stream.prediction)) for stream in streams]
+        num_left = min(num_left, sum(length for _, length in candidates))
+        times = self._times.seconds(output.num_streams, num_left, cost.per_stream_s)
+        if not times:  # a step without drafts shows what it takes
+            return
         prompts_s = cost.per_token_s * (output.num_tokens - output.num_streams)
         lengths = draft_lengths(
-            lambda num_tokens: self._times.seconds(num_tokens, cost) + prompts_s,
+            [seconds + prompts_s for seconds in times],
             output.num_streams,
             candidates,
-            num_left,
+            min((spec.itl_s for spec in specs if spec.itl_s is not None), default=math.inf),
         )
         for index, stream, length in zip(drafted, streams, lengths, strict=True):
             share = scheduled[index]
@@ -185,20 +212,20 @@ def _may_draft(share: ScheduledRequest) -> bool:
 
 
 def draft_lengths(
-    seconds: Callable[[int], float], num_streams: int, candidates: Sequence[tuple[float, int]], most: int
+    times: Sequence[float], num_streams: int, candidates: Sequence[tuple[float, int]], itl_s: float = math.inf
 ) -> list[int]:
-    """How many tokens of each draft a step computes, at most `most` in all, beside one of each of `num_streams`.
-    `seconds`: of a step with so many tokens; `candidates`: of each draft, the probability that a token is right if
-    those before it are, and its length."""
+    """How many tokens of each draft a step computes beside one of each of `num_streams`.
+
+    `times`: of a step by how many tokens of drafts it has, from none to as many as it may have; `candidates`: of each
+    draft, the probability that a token is right if those before it are, and its length; `itl_s`: the objective of the
+    streams, which holds unless a step takes longer anyway."""
     places = ((rate**place, index) for index, (rate, length) in enumerate(candidates) for place in range(1, length + 1))
-    gains = sorted((gain for gain in places if gain[0] >= _LEAST_RATE), reverse=True)[: max(most, 0)]
-    num_tokens, best, num_best = float(num_streams), 0.0, 0
-    if gains:
-        best = _LEAST_GAIN * num_tokens / seconds(num_streams)
-    for num_drafted, (gain, _) in enumerate(gains, 1):
+    gains = sorted((gain for gain in places if gain[0] >= _LEAST_RATE), reverse=True)
+    longest_s = min(_MAX_STRETCH * times[0], itl_s if times[0] <= itl_s else math.inf)
+    num_tokens, best, num_best = float(num_streams), _LEAST_GAIN * num_streams / times[0], 0
+    for num_drafted, ((gain, _), seconds) in enumerate(zip(gains, times[1:], strict=False), 1):
         num_tokens += gain
-        speed = num_tokens / seconds(num_streams + num_drafted)
-        if speed > best:
-            best, num_best = speed, num_drafted
+        if seconds <= longest_s and num_tokens / seconds > best:
+            best, num_best = num_tokens / seconds, num_drafted
     drafted = Counter(index for _, index in gains[:num_best])
     return [drafted[index] for index in range(len(candidates))]

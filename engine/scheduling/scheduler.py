@@ -158,8 +158,8 @@ class Scheduler:
         late = [request for request in prompts if request.is_late and request.status is RequestStatus.RUNNING]
         if self.waiting and not (streams_lack_room or prompts_lack_room):
             num_left = self._admit(num_left, scheduled, may_be_late=not late)
-        num_left, _ = self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
-        self.drafter.add(scheduled, self.step_cost, num_left, self.kv)
+        self._schedule_running(late, num_left, scheduled, may_preempt=not scheduled)
+        self.drafter.add(scheduled, self.step_cost, num_tokens, self.kv)
         self._is_step_open = bool(scheduled)
         return SchedulerOutput(scheduled)
 

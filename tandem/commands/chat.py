@@ -129,7 +129,8 @@ class _Answer:
     def report(self) -> list[str]:
         """The lines of /stats."""
         first_s, last_s = self.times[0][0], self.times[-1][0]
-        gaps_ms = sorted((after_s - before_s) * 1e3 for (before_s, _), (after_s, _) in pairwise(self.times))
+        gaps_ms = [(after_s - before_s) * 1e3 for (before_s, _), (after_s, _) in pairwise(self.times)]
+        gaps_ms = sorted(gaps_ms + [0.0] * sum(count - 1 for _, count in self.times[1:] if count))  # as bench serve
         lines = [f"{_count(self.num_tokens, 'token')}; TTFT {(first_s - self.started_s) * 1e3:.0f} ms"]
         if gaps_ms:
             mean_ms = (last_s - first_s) * 1e3 / max(1, self.num_tokens - self.times[0][1])

@@ -95,7 +95,8 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     positions: list[tuple[TokenLogprob, ...]] = []
     try:
         for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.client.request checks names and kinds
-            first_s = first_s or time.monotonic()
+            if first_s is None:
+                first_s, num_first = time.monotonic(), len(piece.token_ids)
             num_tokens += len(piece.token_ids)
             positions += piece.logprobs
             click.echo(piece.text, nl=False)
@@ -107,7 +108,7 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     for index, candidates in enumerate(positions):
         click.echo(_logprobs_line(index, candidates, text_of), err=True)
     if stats and first_s is not None:
-        gap_ms = (ended_s - first_s) / max(1, num_tokens - 1) * 1e3
+        gap_ms = (ended_s - first_s) / max(1, num_tokens - num_first) * 1e3
         click.echo(
             f"{num_tokens} tokens; first after {(first_s - started_s) * 1e3:.0f} ms, then one every {gap_ms:.1f} ms",
             err=True,

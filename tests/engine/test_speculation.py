@@ -10,13 +10,15 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import NotSupported
-from engine.scheduling import drafts
 from engine.scheduling.drafts import Drafter
 from engine.scheduling.request import Request
 from tandem.demo import MODEL_DIR
 from tests.builders import lively_checkpoint
+from tests.drafting import all_is_drafted
 from tests.oracle import random_prompts
 
+__all__ = ["all_is_drafted"]
+pytestmark = pytest.mark.usefixtures("all_is_drafted")
 NUM_TOKENS = 48
 FEW = list(range(20, 23))
 """Of which outputs repeat themselves, so that look-ups find something."""
@@ -87,20 +89,6 @@ def draft_what_came(llm: LLM, prompts: list[list[int]], answers: Answers, most: 
     llm.core.scheduler.drafter = Drafter(
         most, max_num_rows=200, max_model_len=llm.core.info.max_model_len, predictor=predictor
     )
-
-
-@pytest.fixture(autouse=True)
-def all_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it costs: which step has drafts must not depend on this machine's speed."""
-
-    def lengths(_seconds: object, _streams: int, candidates: list[tuple[float, int]], most: int) -> list[int]:
-        given = []
-        for _, length in candidates:
-            given.append(max(0, min(length, most)))
-            most -= given[-1]
-        return given
-
-    monkeypatch.setattr(drafts, "draft_lengths", lengths)
 
 
 @pytest.fixture(scope="module")

@@ -265,7 +265,7 @@ class _Stream:
     def _add_choice(self, choice: _Choice, usage: _Usage | None) -> None:
         self._reason = choice.finish_reason or self._reason
         self._has_usage_in_each |= usage is not None and choice.finish_reason is None
-        if self._has_usage_in_each and usage is not None:
+        if usage is not None and (self._has_usage_in_each or not self._num_counted):  # or the whole answer in one event
             self._count(usage.completion_tokens - self._num_counted)
         elif choice.text or choice.finish_reason is None:
             self._count(1)

@@ -105,7 +105,7 @@ def latency(
 
     All requests are queued at once. prefill is the time until the last of them has its first token; token is a later
     step, which gives every request one token. These are lower bounds for `tandem bench serve`: its TTFT is at least the
-    prefill of one request here, its ITL at least a step.
+    prefill of one request here, its ITL at least a step, unless its instances speculate.
 
     \b
     Examples:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine import LLM, SamplingParams
+from tests.drafting import all_is_drafted
 from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
 from tests.oracle import random_prompts
 from tests.prefix_cache import forget_all
 
+__all__ = ["all_is_drafted"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=200, max_tokens=24, ignore_eos=True, seed=11)
 PENALISED = SamplingParams(
@@ -49,6 +51,7 @@ def test_tokens_after_a_hand_over_are_the_aggregated_engines(
     assert load.num_generated_tokens == sum(len(outcome.token_ids) - 1 for outcome in outcomes)
 
 
+@pytest.mark.usefixtures("all_is_drafted")
 def test_drafts_after_a_hand_over_do_not_change_tokens(checkpoint: Path, tmp_path: Path) -> None:
     """The outputs have few different tokens: what came before comes again."""
     params = SamplingParams(temperature=0.9, allowed_token_ids=(5, 6, 7), max_tokens=48, ignore_eos=True, seed=11)
