@@ -46,7 +46,7 @@ class ModelRunner:
             _synchronize(hidden.device)
             return Sampled()
         rows = inputs.query_start_loc[1:].astype(np.int64) - 1
-        drafts = {share.request.request_id: share.draft for share in shares}
+        drafts = {share.request.request_id: share.draft for share in shares if share.draft}
         sampled = self._sampler.sample(
             self._executor.compute_logits(hidden, rows[sampling]),
             [share.request for share in shares if share.samples],

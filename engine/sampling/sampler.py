@@ -90,7 +90,7 @@ class TokenSampler:
         self._adjustments.apply(logits, owners)
         self.grammars.apply(logits, owners)
         tokens = _sample_finite(logits, [_sampling_row(request, place) for request, place in rows])
-        kept = dict.fromkeys(_kept(tokens, requests, drafts))
+        kept = dict.fromkeys(_kept(tokens, requests, drafts)) if drafts else tokens
         token_ids = _by_request(owners, kept, [tokens[row] for row in kept])
         with_logprobs = [row for row in with_logprobs if row in kept]
         if not with_logprobs:

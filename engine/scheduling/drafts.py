@@ -188,7 +188,7 @@ class Drafter:
 
     def observe(self, request: Request, token_ids: Sequence[int]) -> None:
         """These tokens of a request were sampled."""
-        if (stream := self._streams.get(request)) is not None:
+        if self._most and (stream := self._streams.get(request)) is not None:
             stream.observe(token_ids)
 
     def _predicted(self, request: Request) -> _Stream:

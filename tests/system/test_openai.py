@@ -146,15 +146,16 @@ def test_a_schema_that_cannot_be_followed_names_the_keyword(client: openai.OpenA
 
 
 def test_a_client_that_leaves_in_mid_stream_frees_everything(rig: Rig, client: openai.OpenAI) -> None:
+    num_tokens = 3500  # it takes seconds
     before = sum(load.num_generated_tokens for load in rig.new_loads().values())
     stream = client.completions.create(
-        model="demo", prompt=STORY, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model="demo", prompt=STORY, max_tokens=num_tokens, stream=True, extra_body={"ignore_eos": True}
     )
     for _ in range(3):
         next(stream)
     stream.close()
     wait_idle(rig, within_s=20.0)
-    assert sum(load.num_generated_tokens for load in rig.new_loads().values()) - before < 399
+    assert sum(load.num_generated_tokens for load in rig.new_loads().values()) - before < num_tokens - 1
 
 
 def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
