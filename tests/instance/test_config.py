@@ -68,6 +68,12 @@ def test_weights_of_few_bits_are_for_cpus() -> None:
         engine_config(settings(engine=EngineSection(quantization="int8", device="cuda")))
 
 
+def test_drafts_are_for_the_built_in_engine() -> None:
+    assert engine_config(settings(engine=EngineSection(num_speculative_tokens=3))).num_speculative_tokens == 3
+    with pytest.raises(ValidationError, match="num_speculative_tokens\n.* of the built-in engine alone"):
+        EngineSection(kind="vllm", num_speculative_tokens=3)
+
+
 def test_the_connector_gets_the_given_options_alone() -> None:
     connector = engine_config(settings()).kv_connector
     assert connector.class_path == "kv_transfer.stores.files:SharedStorageConnector"
