@@ -70,7 +70,7 @@ def test_weights_of_few_bits_are_for_cpus() -> None:
 
 def test_drafts_are_for_the_built_in_engine() -> None:
     assert engine_config(settings(engine=EngineSection(num_speculative_tokens=3))).num_speculative_tokens == 3
-    with pytest.raises(ValidationError, match="num_speculative_tokens\n.* of the built-in engine alone"):
+    with pytest.raises(ValidationError, match=r"num_speculative_tokens\n.* of the built-in engine alone"):
         EngineSection(kind="vllm", num_speculative_tokens=3)
 
 
