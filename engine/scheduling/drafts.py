@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from engine.core.messages import StepCost
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
+from engine.scheduling.step_cost import StepTimes
 
 _NUM_SAME = 3
 """Tokens that have to be the same for a prediction."""
@@ -38,12 +39,8 @@ _LEAST_RATE = 0.1
 """Tokens that are right less often are not considered."""
 _LEAST_GAIN = 1.05
 """Of tokens per second by drafts: less is within the errors of the estimates."""
-_MARGIN = 1.5
-"""Times what a token adds to a step on average, where no step with so many was observed."""
 _MAX_STRETCH = 2.0
 """Of a step by drafts."""
-_MAX_AGE = 1024
-"""Steps after which a time is not known any more, and the step is tried again."""
 _TOKEN_BYTES = array("i").itemsize
 _MAX_SEARCHED = 131072 * _TOKEN_BYTES
 """Of the last tokens: some 50 us, for each stream and step."""
@@ -96,42 +93,6 @@ class _Stream:
             if not is_hit:
                 break
         self.prediction = []
-
-
-class StepTimes:
-    """What steps take by how many single tokens they have. It grows by leaps, where kernels take several rows at once,
-    or one more is too many for a cache."""
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._observed: dict[int, tuple[int, deque[float]]] = {}
-        """By number of tokens: the last step that had as many, and what the last few took."""
-
-    def record(self, num_tokens: int, seconds: float) -> None:
-        self._num_steps += 1
-        observed = self._lately(num_tokens) or deque(maxlen=5)
-        observed.append(seconds)
-        self._observed[num_tokens] = (self._num_steps, observed)
-
-    def seconds(self, num_tokens: int, most_added: int, per_token_s: float) -> list[float]:
-        """Of steps with `num_tokens` and up to `most_added` more: the median of those observed lately, else of the next
-        smaller one, and somewhat more than `per_token_s`. Empty if no step with `num_tokens` was."""
-        if (observed := self._lately(num_tokens)) is None:
-            return []
-        times = [_median(observed)]
-        for added in range(1, most_added + 1):
-            observed = self._lately(num_tokens + added)
-            times.append(times[-1] + _MARGIN * per_token_s if observed is None else _median(observed))
-        return times
-
-    def _lately(self, num_tokens: int) -> deque[float] | None:
-        last, observed = self._observed.get(num_tokens, (-_MAX_AGE, None))
-        return observed if self._num_steps - last < _MAX_AGE else None
-
-
-def _median(times: Collection[float]) -> float:
-    """The lower one of two in the middle: stalls make times longer, nothing makes them shorter."""
-    return sorted(times)[(len(times) - 1) // 2]
 
 
 class Drafter:

@@ -10,11 +10,14 @@ Steps of prompts alone count as those of one stream: they take no less than one,
 without prompts (reading the weights) behind their products. If nothing but such steps and those of one stream was
 observed, the difference would be taken for the cost of a stream, a second one would not be let in, and the mistake not
 be found.
+
+That is a straight line, for plans. `StepTimes` knows the stair of small steps, for drafts.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +35,10 @@ _HALF_LIFE = 200
 """Observations after which a bucket without a new one counts half."""
 _RIDGE = 0.05
 """Relative weight of "streams and tokens cost nothing": what the observations cannot separate goes to `base_s`."""
+_MARGIN = 1.5
+"""Times what a token adds to a step on average, where no step with so many was observed."""
+_MAX_AGE = 1024
+"""Steps after which a time is not known any more, and the step is tried again."""
 
 
 @dataclass(slots=True)
@@ -91,3 +98,39 @@ def _least_squares(points: npt.NDArray[np.float64], weights: npt.NDArray[np.floa
             break
         del columns[int(part.argmin())]
     return [float(value) for value in solution]
+
+
+class StepTimes:
+    """What steps take by how many single tokens they have. It grows by leaps, where kernels take several rows at once,
+    or one more is too many for a cache."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._observed: dict[int, tuple[int, deque[float]]] = {}
+        """By number of tokens: the last step that had as many, and what the last few took."""
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
+        observed = self._lately(num_tokens) or deque(maxlen=_PER_BUCKET)
+        observed.append(seconds)
+        self._observed[num_tokens] = (self._num_steps, observed)
+
+    def seconds(self, num_tokens: int, most_added: int, per_token_s: float) -> list[float]:
+        """Of steps with `num_tokens` and up to `most_added` more: the median of those observed lately, else of the next
+        smaller one, and somewhat more than `per_token_s`. Empty if no step with `num_tokens` was."""
+        if (observed := self._lately(num_tokens)) is None:
+            return []
+        times = [_median(observed)]
+        for added in range(1, most_added + 1):
+            observed = self._lately(num_tokens + added)
+            times.append(times[-1] + _MARGIN * per_token_s if observed is None else _median(observed))
+        return times
+
+    def _lately(self, num_tokens: int) -> deque[float] | None:
+        last, observed = self._observed.get(num_tokens, (-_MAX_AGE, None))
+        return observed if self._num_steps - last < _MAX_AGE else None
+
+
+def _median(times: Collection[float]) -> float:
+    """The lower one of two in the middle: stalls make times longer, nothing makes them shorter."""
+    return sorted(times)[(len(times) - 1) // 2]

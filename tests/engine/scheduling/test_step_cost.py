@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.messages import StepCost
-from engine.scheduling.step_cost import StepCostEstimator
+from engine.scheduling.step_cost import StepCostEstimator, StepTimes
 
 COST = StepCost(0.0035, 0.0006, 1 / 4500)
 
@@ -89,3 +89,19 @@ def test_a_second_stream_is_not_expensive_because_prompts_hide_what_a_step_costs
     cost = fitted(estimator)
     assert cost.seconds(1) == pytest.approx(0.0055, rel=0.1)
     assert cost.seconds(2) < 1.1 * cost.seconds(1)
+
+
+def test_times_are_those_observed_lately_or_of_smaller_steps() -> None:
+    times = StepTimes()
+    assert times.seconds(2, 3, 0.5) == [], "without such a step nothing is known"
+    for seconds in (1.0, 50.0, 1.2):
+        times.record(2, seconds)
+    assert times.seconds(2, 2, 0.5) == [1.2, 1.95, 2.7], "a stall does not count"
+    times.record(4, 7.0)
+    assert times.seconds(2, 3, 0.5) == [1.2, 1.95, 7.0, 7.75]
+    for _ in range(1024):
+        times.record(2, 1.0)
+    assert times.seconds(2, 2, 0.5) == [1.0, 1.75, 2.5], "it is tried again"
+    times.record(4, 1.5)
+    assert times.seconds(2, 2, 0.5) == [1.0, 1.75, 1.5], "what it took long ago does not count"
+    assert times.seconds(1, 1, 0.5) == []
