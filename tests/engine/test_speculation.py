@@ -171,6 +171,20 @@ def test_a_stop_string_inside_of_a_draft_ends_the_text_where_it_would() -> None:
     assert llm.core.scheduler.counters.num_accepted_tokens > 100
 
 
+def test_constrained_and_free_streams_in_one_batch_change_nothing() -> None:
+    prompts = ["The tandem", "for x in range(10):", "The tandem"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=60, regex=r"(ab|cd){8}\."),
+        SamplingParams(temperature=0.9, max_tokens=60, seed=2, json_object=True),
+    ]
+    expected = [answer.outputs[0].text for answer in LLM(MODEL_DIR).generate(prompts, params, use_tqdm=False)]
+    llm = LLM(MODEL_DIR, num_speculative_tokens=6)
+    for _ in range(2):  # the second time what steps take is known
+        assert [answer.outputs[0].text for answer in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert llm.core.scheduler.counters.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

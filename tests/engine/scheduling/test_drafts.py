@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.core.messages import EngineRequest, HoldKV, StepCost, TokensEvent
 from engine.sampling.params import SamplingParams
-from engine.scheduling.drafts import Drafter, PromptLookup, StepTimes, draft_lengths
+from engine.scheduling.drafts import Drafter, PromptLookup, draft_lengths
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
@@ -107,22 +108,6 @@ def speed_of(lengths: Sequence[int], times: list[float], candidates: list[tuple[
     drafts = zip(lengths, candidates, strict=True)
     num_right = sum(rate**place for length, (rate, _) in drafts for place in range(1, length + 1))
     return (len(candidates) + num_right) / times[sum(lengths)]
-
-
-def test_times_are_those_observed_lately_or_of_smaller_steps() -> None:
-    times = StepTimes()
-    assert times.seconds(2, 3, 0.5) == [], "without such a step nothing is known"
-    for seconds in (1.0, 50.0, 1.2):
-        times.record(2, seconds)
-    assert times.seconds(2, 2, 0.5) == [1.2, 1.95, 2.7], "a stall does not count"
-    times.record(4, 7.0)
-    assert times.seconds(2, 3, 0.5) == [1.2, 1.95, 7.0, 7.75]
-    for _ in range(1024):
-        times.record(2, 1.0)
-    assert times.seconds(2, 2, 0.5) == [1.0, 1.75, 2.5], "it is tried again"
-    times.record(4, 1.5)
-    assert times.seconds(2, 2, 0.5) == [1.0, 1.75, 1.5], "what it took long ago does not count"
-    assert times.seconds(1, 1, 0.5) == []
 
 
 # Streams stay what they are
@@ -287,6 +272,14 @@ def test_blocks_of_accepted_tokens_are_found_by_others_after_the_end() -> None:
 def test_what_depends_on_the_tokens_before_has_no_draft(params: dict[str, Any]) -> None:
     scheduler, _ = start([1, 2, 3], **params)
     assert drafted(scheduler) == [0]
+
+
+def test_a_constrained_stream_has_no_draft() -> None:
+    scheduler, request = start([1, 2, 3])
+    request.grammar = Future()
+    assert drafted(scheduler) == [0]
+    request.grammar = None
+    assert drafted(scheduler) == [3]
 
 
 def test_a_request_that_is_handed_over_has_no_draft() -> None:
