@@ -37,7 +37,7 @@ from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AddRequest, EngineRequest, TokensEvent
 from engine.machine import set_num_threads
-from engine.sampling.grammar import GrammarMasks
+from engine.sampling.grammar_masks import GrammarMasks
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
 

@@ -14,7 +14,7 @@ import torch
 
 from engine.executor.executor import Executor
 from engine.executor.step import StepInputs
-from engine.sampling.grammar import warm_up_masks
+from engine.sampling.grammar_masks import warm_up_masks
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow, TokenSampler, sample

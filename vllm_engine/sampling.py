@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 
 from engine import failpoints
 from engine.sampling import sampler
-from engine.sampling.grammar import warm_up_masks
+from engine.sampling.grammar_masks import warm_up_masks
 from engine.scheduling.request import Request
 from vllm_engine.arguments import FOLDER
 from vllm_engine.failures import FailureLog

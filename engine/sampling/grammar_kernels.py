@@ -1,4 +1,4 @@
-"""Excludes the tokens that a mask does not admit from rows of logits on CPU, called by `engine.sampling.grammar`."""
+"""Excludes the tokens that a mask does not admit from rows of logits on CPU, called by `grammar_masks`."""
 
 # The compiled bodies are typed by numba, not by annotations.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
@@ -10,11 +10,16 @@ import functools
 import numpy as np
 
 from engine.attention.compilation import kernel, kernel_part
+from engine.attention.openmp import Launcher, launcher
 from engine.attention.simd import FLOAT32, INT32, INT64, pointer
 
 
 @functools.cache
-def exclude_address() -> int:
+def exclude_launcher() -> Launcher:
+    return launcher(_exclude_address())
+
+
+def _exclude_address() -> int:
     """`void(int64*)`: counter, rows, vocab, addresses of the rows' logits and masks int64 [rows, 2]. Logits are
     float32, masks int32 [ceil(vocab / 32)] with a bit for each token; the logits of those without it become -inf."""
 

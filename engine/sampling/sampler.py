@@ -2,7 +2,7 @@
 (vllm_engine/sampling.py).
 
     raw logits ─▶ biases and penalties (penalties.py; rows with log-probabilities keep a raw copy)
-    ─▶ constraints (grammar.py) ─▶ tokens (`sample`) ─▶ log-probabilities of the raw logits (logprobs.py)
+    ─▶ constraints (grammar_masks.py) ─▶ tokens (`sample`) ─▶ log-probabilities of the raw logits (logprobs.py)
 
 Each token takes one uniform number from a counter-based generator, which has no state to carry, save or replay, and
 inverts the cumulative distribution over the vocabulary, in vocabulary order and float64. So a token does not depend on
@@ -32,7 +32,7 @@ from torch import Tensor
 from engine.attention.openmp import Launcher, launcher
 from engine.errors import EngineError
 from engine.sampling import sampler_kernels
-from engine.sampling.grammar import GrammarMasks
+from engine.sampling.grammar_masks import GrammarMasks
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import LogitAdjustments

@@ -1,4 +1,4 @@
-"""The limit on white space between two elements of JSON, as part of the masks of constraints (grammar.py)."""
+"""The limit on white space between two elements of JSON, as part of the masks of constraints (grammar_masks.py)."""
 
 from __future__ import annotations
 

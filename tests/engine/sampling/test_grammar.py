@@ -23,7 +23,7 @@ from engine.core.core import EngineCore
 from engine.core.messages import AddRequest, EngineRequest, TokensEvent
 from engine.errors import InvalidRequest
 from engine.llm import CompletionOutput
-from engine.sampling import grammar
+from engine.sampling import grammar_masks
 from engine.sampling.constraints import Constraint, has_xgrammar
 from engine.sampling.grammar import GrammarCompiler, _Library
 from tests.builders import lively_checkpoint
@@ -233,8 +233,8 @@ def test_a_grammar_without_texts_ends_its_request_alone(llm: LLM) -> None:
 
 def test_a_grammar_that_takes_ever_more_time_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows 45 and 57: the time of a token grows with the square of its position."""
-    monkeypatch.setattr(grammar, "_FREE_S", 0.02)
-    monkeypatch.setattr(grammar, "_TOKEN_S", 0.0001)
+    monkeypatch.setattr(grammar_masks, "_FREE_S", 0.02)
+    monkeypatch.setattr(grammar_masks, "_TOKEN_S", 0.0001)
     for ambiguous in ({"grammar": 'root ::= root root | "a" | ""'}, {"regex": "((a*)*)*"}):
         failed = generate(llm, min_tokens=400, max_tokens=400, **ambiguous)
         assert failed.finish_reason == "error"
@@ -244,7 +244,7 @@ def test_a_grammar_that_takes_ever_more_time_ends_its_request_alone(llm: LLM, mo
 
 def test_an_output_from_elsewhere_holds_the_steps_no_longer(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it comes at once, and a client may have made it up: 400 tokens of this one take ten seconds."""
-    monkeypatch.setattr(grammar, "_FREE_S", 0.02)
+    monkeypatch.setattr(grammar_masks, "_FREE_S", 0.02)
     letter: Any = byte_level_backend().token_to_id("a")
     core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=1024), wake=lambda: None)
     spec = EngineRequest(
@@ -377,7 +377,7 @@ def test_a_mask_excludes_the_tokens_of_its_rows(num_allowed: int, *, is_transpos
         row[source.choice(1000, num_allowed, replace=False)] = 1
     expected = logits.masked_fill(torch.from_numpy(bits[:, :1000] == 0), -torch.inf)
     expected[1] = logits[1]
-    grammar._exclude(logits, np.packbits(bits, axis=1, bitorder="little").view(np.int32), [0, 2])
+    grammar_masks._exclude(logits, np.packbits(bits, axis=1, bitorder="little").view(np.int32), [0, 2])
     assert torch.equal(logits, expected)
 
 

@@ -20,8 +20,9 @@ from engine import SamplingParams
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AddRequest, EngineRequest, TokensEvent
-from engine.sampling import grammar
-from engine.sampling.grammar import Grammar, GrammarMasks
+from engine.sampling import grammar_masks
+from engine.sampling.grammar import Grammar
+from engine.sampling.grammar_masks import GrammarMasks
 from engine.scheduling.request import Request
 from tests.engine.sampling.grammar_cores import END, grammar_checkpoint
 from tests.tokenizer_builders import byte_level_backend
@@ -55,7 +56,7 @@ class Clock:
 
         monkeypatch.setattr(GrammarMatcher, "accept_token", accept_timed)
         monkeypatch.setattr(GrammarMatcher, "fill_next_token_bitmask", fill_timed)
-        monkeypatch.setattr(grammar, "time", SimpleNamespace(thread_time=lambda: self.now_s))
+        monkeypatch.setattr(grammar_masks, "time", SimpleNamespace(thread_time=lambda: self.now_s))
 
 
 def growing(token_id: int, position: int) -> float:
