@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
 import signal
@@ -61,6 +62,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if (process := config.stash.get(_KERNELS, None)) is not None:
         process.terminate()
         process.wait()
+
+
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # tests have another: what they write is captured
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Ends this process, which fails the test, where a tear-down hangs: a timeout interrupts a test only once, and the
+    run would never end."""
+    marker = item.get_closest_marker("timeout")
+    seconds = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

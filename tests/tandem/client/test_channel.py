@@ -38,7 +38,8 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
         self.num_requests = 0
         self.may_end: threading.Event | None = None
         """The second token waits for it."""
-        self.health = health.HealthServicer()
+        # Without threads, a watch that begins can hold the lock that one that ends waits for, on the thread that sends.
+        self.health = health.HealthServicer(experimental_non_blocking=False)
         self.address = ""
 
     def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
@@ -57,7 +58,7 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
 
     @contextmanager
     def serving(self, at: str = "127.0.0.1:0") -> Iterator[Router]:
-        server: Any = grpc.server(ThreadPoolExecutor(8))  # the stubs are typed for asyncio alone
+        server: Any = grpc.server(ThreadPoolExecutor(32))  # the stubs are typed for asyncio alone
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         self.is_ready(True)
