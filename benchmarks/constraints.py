@@ -39,7 +39,7 @@ from engine.core.messages import AddRequest, EngineRequest, TokensEvent
 from engine.machine import set_num_threads
 from engine.sampling.grammar_masks import GrammarMasks
 from engine.sampling.params import SamplingParams
-from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import LogitsRow
 
 VOCAB_SIZE = 151_936
 EOS = VOCAB_SIZE - 1
@@ -124,10 +124,11 @@ def timed_masks() -> Iterator[list[float]]:
     """The thread's CPU seconds in each call of GrammarMasks.apply."""
     times, apply = list[float](), GrammarMasks.apply
 
-    def timed(self: GrammarMasks, logits: Tensor, requests: Sequence[Request]) -> None:
+    def timed(self: GrammarMasks, logits: Tensor, rows: Sequence[LogitsRow]) -> set[int]:
         begun_s = time.thread_time()
-        apply(self, logits, requests)
+        unknown = apply(self, logits, rows)
         times.append(time.thread_time() - begun_s)
+        return unknown
 
     GrammarMasks.apply = timed  # type: ignore[method-assign]
     try:

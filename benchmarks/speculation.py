@@ -1,7 +1,8 @@
 """What speculation by prompt lookup gains, and what it costs where predictions are wrong.
 
     python -m benchmarks.speculation                  (0.6 B, bfloat16; 5 minutes)
-    python -m benchmarks.speculation --shape 33m
+    python -m benchmarks.speculation --way json       (streams with a JSON schema and a vocabulary of 152 k)
+    python -m benchmarks.speculation --way penalties
 
 A model with random weights has no text whose repetitions could be found. So the predictions are those of a run without
 speculation, each token replaced by a wrong one with probability 1 - hit rate; they are weighed, computed, sampled and
@@ -15,9 +16,11 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
+from benchmarks.constraints import EOS, VOCAB_SIZE, schema, write_tokenizer
 from benchmarks.shapes import SHAPES, write_config
 from engine import LLM, SamplingParams
 from engine.scheduling.drafts import Drafter
@@ -25,6 +28,11 @@ from engine.scheduling.request import Request
 
 INPUT_LEN, OUTPUT_LEN = 32, 96
 NUM_REQUESTS = (1, 4, 16)
+WAYS: dict[str, dict[str, Any]] = {
+    "free": {"ignore_eos": True},
+    "json": {"json_schema": schema(0), "stop_token_ids": [EOS]},
+    "penalties": {"ignore_eos": True, "repetition_penalty": 1.05, "presence_penalty": 0.5},
+}
 
 
 class KnownStream:
@@ -55,6 +63,7 @@ def drafter_for(llm: LLM, outputs: Outputs, hit_rate: float) -> Drafter:
         max_num_rows=config.max_num_seqs,
         max_model_len=info.max_model_len,
         predictor=predictor,
+        num_admitted=llm.core._runner.num_admitted,
     )
 
 
@@ -63,9 +72,9 @@ def prompts_of(num_requests: int, vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(3, vocab_size) for _ in range(INPUT_LEN)] for _ in range(num_requests)]
 
 
-def generate(llm: LLM, prompts: list[list[int]]) -> tuple[float, Outputs]:
+def generate(llm: LLM, prompts: list[list[int]], way: str) -> tuple[float, Outputs]:
     """Seconds, and the output of each prompt."""
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=OUTPUT_LEN, **WAYS[way])
     started = time.perf_counter()
     answers = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -75,12 +84,16 @@ def generate(llm: LLM, prompts: list[list[int]]) -> tuple[float, Outputs]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__.partition("\n")[0])
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="0.6b", show_default=True)
 @click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--way", type=click.Choice(list(WAYS)), default="free", show_default=True, help="What requests ask for.")
 @click.option("--num-tokens", default=5, show_default=True, help="Tokens of a draft at most.")
 @click.option("--repeat", default=5, show_default=True, help="Runs of each side; the median counts.")
-def main(shape: str, dtype: str, num_tokens: int, repeat: int) -> None:
-    click.echo(f"{shape} {dtype}, {INPUT_LEN} -> {OUTPUT_LEN} tokens, drafts of up to {num_tokens}")
+def main(shape: str, dtype: str, way: str, num_tokens: int, repeat: int) -> None:
+    click.echo(f"{shape} {dtype}, {way}, {INPUT_LEN} -> {OUTPUT_LEN} tokens, drafts of up to {num_tokens}")
     click.echo(f"{'requests':>8} {'hit rate':>8} {'tok/s':>7} {'without':>7} {'ratio':>6} {'computed':>9} {'right':>6}")
     with tempfile.TemporaryDirectory() as folder:
+        if way == "json":
+            SHAPES[shape]["vocab_size"] = VOCAB_SIZE
+            write_tokenizer(Path(folder))
         llm = LLM(
             write_config(Path(folder), shape),
             dtype=dtype,
@@ -93,22 +106,22 @@ def main(shape: str, dtype: str, num_tokens: int, repeat: int) -> None:
         for num_requests in NUM_REQUESTS:
             prompts = prompts_of(num_requests, llm.core.info.vocab_size)
             llm.core.scheduler.drafter = Drafter()
-            generate(llm, prompts)
-            _, outputs = generate(llm, prompts)
+            generate(llm, prompts, way)
+            _, outputs = generate(llm, prompts, way)
             for hit_rate in (0.0, 0.5, 0.8, 0.95):
-                click.echo(row(llm, prompts, outputs, hit_rate, repeat))
+                click.echo(row(llm, prompts, way, outputs, hit_rate, repeat))
 
 
-def row(llm: LLM, prompts: list[list[int]], outputs: Outputs, hit_rate: float, repeat: int) -> str:
+def row(llm: LLM, prompts: list[list[int]], way: str, outputs: Outputs, hit_rate: float, repeat: int) -> str:
     scheduler, times = llm.core.scheduler, {True: list[float](), False: list[float]()}
     drafters = {True: drafter_for(llm, outputs, hit_rate), False: Drafter()}
     scheduler.drafter = drafters[True]
-    generate(llm, prompts)  # what steps take is known
+    generate(llm, prompts, way)  # what steps take is known
     before = scheduler.counters.num_draft_tokens, scheduler.counters.num_accepted_tokens
     for _ in range(repeat):
         for speculates, of_side in times.items():
             scheduler.drafter = drafters[speculates]
-            seconds, found = generate(llm, prompts)
+            seconds, found = generate(llm, prompts, way)
             assert found == outputs
             of_side.append(seconds)
     num_tokens = len(prompts) * OUTPUT_LEN

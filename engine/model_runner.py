@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from typing import NamedTuple
@@ -63,6 +63,10 @@ class ModelRunner:
     def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
         """See `GrammarMasks.replay`."""
         return self._sampler.grammars.replay(requests, seconds)
+
+    def num_admitted(self, request: Request, token_ids: Sequence[int]) -> int:
+        """See `GrammarMasks.num_admitted`."""
+        return self._sampler.grammars.num_admitted(request, token_ids)
 
     def warm_up(self) -> float:
         """Compile kernels, record decode steps and touch memory before the first request. Writes to block 0, while no

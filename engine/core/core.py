@@ -118,10 +118,15 @@ class EngineCore:
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self_test(self._connector)
-        drafter = Drafter(config.num_speculative_tokens, max_num_rows=config.max_num_seqs, max_model_len=max_model_len)
+        self._runner = ModelRunner(self._executor, kv)
+        drafter = Drafter(
+            config.num_speculative_tokens,
+            max_num_rows=config.max_num_seqs,
+            max_model_len=max_model_len,
+            num_admitted=self._runner.num_admitted,
+        )
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len, drafter=drafter)
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
-        self._runner = ModelRunner(self._executor, kv)
         self.step_time = StepTimeEstimator(self._runner.warm_up())
         self._step_cost = StepCostEstimator()
         self._num_arrived = 0

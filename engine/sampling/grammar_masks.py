@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +25,7 @@ from engine.sampling.constraints import has_xgrammar
 from engine.sampling.grammar import CompiledGrammar
 from engine.sampling.grammar_kernels import exclude_launcher
 from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import LogitsRow
 
 _BITS = 32
 _TOKEN_S = 0.005
@@ -52,7 +54,10 @@ class _RequestGrammar:
         """EOS and stop tokens without text end the grammar; others are text to it, and end the output anywhere."""
         compiled = grammar.result()
         ends = [*spec.eos_token_ids, *(token_id for token_id in stop_ids if token_id in compiled.textless_ids)]
-        self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=ends or list(stop_ids))
+        ends = ends or list(stop_ids)
+        self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=ends)
+        self._never_ids = compiled.textless_ids.difference(ends)
+        """The matcher admits none of them, and would write a line to stderr for each."""
         self._num_accepted = 0
         self._is_possible = True
         """The grammar allows the output as far as it is accepted, and has taken no more time than it may."""
@@ -60,6 +65,8 @@ class _RequestGrammar:
         """CPU time that it may take beyond `_TOKEN_S` for each token."""
         self.replayed_s = 0.0
         """CPU time that `replay` has taken."""
+        self._is_quick = True
+        """Looking ahead has taken no longer than a token may, each time."""
         self._whitespace = compiled.whitespace
         self._run = 0
         """White space at the end of the output, in characters."""
@@ -72,30 +79,62 @@ class _RequestGrammar:
         return is_done
 
     def fill_mask(
-        self, request: Request, masks: npt.NDArray[np.int32], row: int, step_left_s: float = _STEP_S
+        self, row: LogitsRow, masks: npt.NDArray[np.int32], index: int, step_left_s: float = _STEP_S
     ) -> float:
-        """Set `masks[row]` to the tokens that may follow the output; to none if the grammar forbids the output, or took
-        too much time, of its own or of `step_left_s`. Returns the CPU time that it took beyond that of its tokens."""
+        """Set `masks[index]` to the tokens that may follow the output; to none if the grammar forbids the output, or
+        took too much time, of its own or of `step_left_s`. Returns the CPU time it took beyond that of its tokens."""
         before_s = self.left_s
         least_s = max(0.0, before_s - max(0.0, step_left_s))
-        new_ids = request.token_ids[request.num_prompt_tokens + self._num_accepted :]
-        self._accept(new_ids, least_s=least_s - _TOKEN_S)
+        self._accept(self._new_ids(row.request), least_s=least_s - _TOKEN_S)
         begun_s = time.thread_time()
-        self._fill(request, masks, row)
+        self._fill(row, masks, index)
         self.left_s = min(_FREE_S, self.left_s + _TOKEN_S - (time.thread_time() - begun_s))
         if self.left_s < least_s:
-            masks[row] = 0
+            masks[index] = 0
         return max(0.0, before_s - self.left_s)
 
-    def _fill(self, request: Request, masks: npt.NDArray[np.int32], row: int) -> None:
+    def fill_draft(self, rows: Sequence[LogitsRow], masks: npt.NDArray[np.int32], first: int) -> int:
+        """Set the masks from `first` on for `rows`, those behind each token of a draft, after `fill_mask`. Returns how
+        many have theirs: those behind tokens that the grammar admits, in the time of one token."""
+        num_filled = 0
+        for _ in self._ahead(rows[-1].drafted if rows else ()):
+            self._fill(rows[num_filled], masks, first + num_filled)
+            num_filled += 1
+        return num_filled
+
+    def num_admitted(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the grammar admits behind the output, in the time of one token."""
+        new_ids = self._new_ids(request)
+        return max(0, sum(1 for _ in self._ahead([*new_ids, *token_ids])) - len(new_ids))
+
+    def _new_ids(self, request: Request) -> list[int]:
+        return request.token_ids[request.num_prompt_tokens + self._num_accepted :]
+
+    def _ahead(self, token_ids: Iterable[int]) -> Iterator[None]:
+        """Advance over tokens that may come, one by one, and then go back. What they take is not taken from the time of
+        the request, so that drafts do not end it; one whose grammar takes long has none."""
+        num_accepted, run, begun_s = self._num_accepted, self._run, time.thread_time()
+        try:
+            for token_id in token_ids:
+                is_able = self._is_possible and self._is_quick and self.left_s == _FREE_S
+                if not is_able or self._matcher.is_terminated() or not self._accept_one(token_id):
+                    break
+                yield
+                self._is_quick = time.thread_time() - begun_s <= _TOKEN_S
+        finally:
+            if self._num_accepted > num_accepted:
+                self._matcher.rollback(self._num_accepted - num_accepted)
+            self._num_accepted, self._run = num_accepted, run
+
+    def _fill(self, row: LogitsRow, masks: npt.NDArray[np.int32], index: int) -> None:
         if not self._is_possible or self._matcher.is_terminated():  # by an output from elsewhere that has ended
-            masks[row] = 0
+            masks[index] = 0
             return
-        self._matcher.fill_next_token_bitmask(masks, row)
+        self._matcher.fill_next_token_bitmask(masks, index)
         if self._whitespace is not None:
-            self._whitespace.apply(masks[row], self._run, self._is_between_elements)
-        if request.num_output_tokens < request.spec.params.min_tokens:
-            _forbid(masks[row], self.ending_ids)
+            self._whitespace.apply(masks[index], self._run, self._is_between_elements)
+        if row.num_output_tokens < row.request.spec.params.min_tokens:
+            _forbid(masks[index], self.ending_ids)
 
     def _accept(self, token_ids: Sequence[int], *, seconds: float = math.inf, least_s: float = 0.0) -> bool:
         """Advance over `token_ids` for about so many seconds of CPU, while it is possible and no less than `least_s` is
@@ -113,7 +152,7 @@ class _RequestGrammar:
         return True
 
     def _accept_one(self, token_id: int) -> bool:
-        if not self._matcher.accept_token(token_id):
+        if token_id in self._never_ids or not self._matcher.accept_token(token_id):
             return False
         self._num_accepted += 1
         if self._whitespace is not None:
@@ -151,21 +190,35 @@ class GrammarMasks:
     def __init__(self) -> None:
         self._by_request: WeakKeyDictionary[Request, _RequestGrammar] = WeakKeyDictionary()
 
-    def apply(self, logits: Tensor, requests: Sequence[Request]) -> None:
-        """Set the `logits` [len(requests), vocab] (float32) of tokens that a request's constraint excludes to -inf."""
-        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
-        if not rows:
-            return
-        masks = np.zeros((len(requests), -(-logits.shape[1] // _BITS)), np.int32)
-        grammars = sorted(((row, self._grammar_of(requests[row])) for row in rows), key=lambda one: -one[1].left_s)
+    def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> set[int]:
+        """Set the `logits` [len(rows), vocab] (float32) of tokens that a request's constraint excludes to -inf. Returns
+        the indices of drafts' rows for which that is unknown, so that they must not be used."""
+        constrained = [index for index, row in enumerate(rows) if row.request.grammar is not None]
+        if not constrained:
+            return set()
+        masks = np.zeros((len(rows), -(-logits.shape[1] // _BITS)), np.int32)
+        heads = ((index, self._grammar_of(rows[index].request)) for index in constrained if not rows[index].drafted)
+        unknown: set[int] = set()
         step_left_s = _STEP_S
-        for row, grammar in grammars:
+        for index, grammar in sorted(heads, key=lambda one: -one[1].left_s):
             if step_left_s > 0 or grammar.left_s == _FREE_S:  # the others have no mask: that ends them
-                step_left_s -= grammar.fill_mask(requests[row], masks, row, step_left_s)
+                step_left_s -= grammar.fill_mask(rows[index], masks, index, step_left_s)
+            draft = list(takewhile(lambda row: row.drafted, islice(rows, index + 1, None)))
+            num_filled = grammar.fill_draft(draft, masks, index + 1)
+            unknown.update(range(index + 1 + num_filled, index + 1 + len(draft)))
+        masked = [index for index in constrained if index not in unknown]
         if logits.device.type == "cpu":
-            _exclude(logits, masks, rows)
+            _exclude(logits, masks, masked)
         else:
-            _exclude_on_gpu(logits, masks, rows)
+            _exclude_on_gpu(logits, masks, masked)
+        return unknown
+
+    def num_admitted(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many of these tokens the request's constraint, if it has one, admits behind its output; fewer where that
+        takes long."""
+        if request.grammar is None:
+            return len(token_ids)
+        return self._grammar_of(request).num_admitted(request, token_ids)
 
     def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
         """Advance the matchers of `requests` over the outputs that came with them, for about so many seconds of CPU;

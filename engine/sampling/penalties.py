@@ -14,7 +14,7 @@ The arithmetic is float32, element by element, so a row is the same alone or in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import LogitsRow
 
 _MIN_CAPACITY = 64
 
@@ -48,6 +49,18 @@ class SeenTokens:
             self._counts[slot] += 1
             self.num_output_tokens += 1
 
+    def after(self, token_ids: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """`ids` and `counts` with these output tokens behind those counted."""
+        if not token_ids:
+            return self.ids, self.counts
+        slots = {token_id: self._slots.get(token_id) for token_id in token_ids}
+        new_ids = [token_id for token_id, slot in slots.items() if slot is None]
+        slots |= {token_id: slot for slot, token_id in enumerate(new_ids, len(self._slots))}
+        counts = np.concatenate([self.counts, np.zeros(len(new_ids), np.float32)])
+        for token_id in token_ids:
+            counts[slots[token_id]] += 1
+        return np.concatenate([self.ids, np.array(new_ids, np.int64)]), counts
+
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         """[distinct tokens], in arbitrary order."""
@@ -64,32 +77,60 @@ class SeenTokens:
         self._counts = np.concatenate([self._counts, np.zeros(num_more, np.float32)])
 
 
+class _RowAdjustments(NamedTuple):
+    """Those of one row of logits."""
+
+    allowed_ids: npt.NDArray[np.int64] | None
+    banned_ids: list[int]
+    bias_ids: npt.NDArray[np.int64]
+    bias_values: npt.NDArray[np.float32]
+    penalties: tuple[float, float, float]
+    """Repetition, frequency, presence."""
+    seen_ids: npt.NDArray[np.int64]
+    seen_counts: npt.NDArray[np.float32]
+
+
 class _RequestAdjustments:
-    __slots__ = ("allowed_ids", "bad_words", "banned_ids", "bias_ids", "bias_values", "penalties", "seen")
+    __slots__ = ("_bad_words", "_fixed", "_seen")
 
     def __init__(self, request: Request) -> None:
         params = request.spec.params
         bias = params.logit_bias or {}
-        self.bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
-        self.allowed_ids = None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64)
-        self.bad_words = [(list(ids[:-1]), ids[-1]) for ids in params.bad_word_ids]
-        self.banned_ids: list[int] = []
-        self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.seen: SeenTokens | None = None
+        self._fixed = _RowAdjustments(
+            allowed_ids=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
+            banned_ids=[],
+            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+            bias_values=np.fromiter(bias.values(), np.float32, len(bias)),
+            penalties=(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
+            seen_ids=np.empty(0, np.int64),
+            seen_counts=np.empty(0, np.float32),
+        )
+        self._bad_words = [(list(ids[:-1]), ids[-1]) for ids in params.bad_word_ids]
+        self._seen: SeenTokens | None = None
         if params.is_penalised:
-            self.seen = SeenTokens(request.spec.prompt_token_ids if params.repetition_penalty != 1.0 else ())
+            self._seen = SeenTokens(request.spec.prompt_token_ids if params.repetition_penalty != 1.0 else ())
 
-    def update(self, request: Request) -> None:
-        """Count the output since the last token and find the bad words that it begins."""
-        self.banned_ids = [
-            last
-            for beginning, last in self.bad_words
-            if len(beginning) <= request.num_output_tokens
-            and request.token_ids[request.num_tokens - len(beginning) :] == beginning
-        ]
-        if self.seen is not None and self.seen.num_output_tokens < request.num_output_tokens:
-            self.seen.add(request.token_ids[request.num_prompt_tokens + self.seen.num_output_tokens :])
+    def of(self, row: LogitsRow) -> _RowAdjustments:
+        """Those of a row of this request, after its output and the drafted tokens."""
+        change = self._fixed
+        if self._bad_words:
+            change = change._replace(banned_ids=[last for ids, last in self._bad_words if _ends_with(row, ids)])
+        if self._seen is not None:
+            request = row.request
+            if self._seen.num_output_tokens < request.num_output_tokens:
+                self._seen.add(request.token_ids[request.num_prompt_tokens + self._seen.num_output_tokens :])
+            seen_ids, seen_counts = self._seen.after(row.drafted)
+            change = change._replace(seen_ids=seen_ids, seen_counts=seen_counts)
+        return change
+
+
+def _ends_with(row: LogitsRow, token_ids: list[int]) -> bool:
+    """Whether these are the last tokens before the row's, all of them in the output."""
+    if len(token_ids) > row.num_output_tokens:
+        return False
+    known = row.request.token_ids
+    last = known[len(known) - len(token_ids) :] + list(row.drafted)
+    return last[len(last) - len(token_ids) :] == token_ids
 
 
 class LogitAdjustments:
@@ -101,12 +142,12 @@ class LogitAdjustments:
     def __init__(self) -> None:
         self._by_request: WeakKeyDictionary[Request, _RequestAdjustments] = WeakKeyDictionary()
 
-    def apply(self, logits: Tensor, requests: Sequence[Request]) -> None:
-        """Change `logits` [len(requests), vocab] (float32) in place, for each request's next token."""
+    def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+        """Change `logits` [len(rows), vocab] (float32) in place, for each row's token."""
         changing = [
-            (row, self._adjustments_of(request))
-            for row, request in enumerate(requests)
-            if request.spec.params.changes_logits
+            (index, self._adjustments_of(row.request).of(row))
+            for index, row in enumerate(rows)
+            if row.request.spec.params.changes_logits
         ]
         if changing:
             _allow(logits, changing)
@@ -117,11 +158,10 @@ class LogitAdjustments:
         adjustments = self._by_request.get(request)
         if adjustments is None:
             adjustments = self._by_request[request] = _RequestAdjustments(request)
-        adjustments.update(request)
         return adjustments
 
 
-def _allow(logits: Tensor, changing: Sequence[tuple[int, _RequestAdjustments]]) -> None:
+def _allow(logits: Tensor, changing: Sequence[tuple[int, _RowAdjustments]]) -> None:
     for row, change in changing:
         if change.allowed_ids is not None:
             allowed = torch.from_numpy(change.allowed_ids).to(logits.device)
@@ -132,7 +172,7 @@ def _allow(logits: Tensor, changing: Sequence[tuple[int, _RequestAdjustments]]) 
             logits[row, change.banned_ids] = -torch.inf
 
 
-def _add_bias(logits: Tensor, changing: Sequence[tuple[int, _RequestAdjustments]]) -> None:
+def _add_bias(logits: Tensor, changing: Sequence[tuple[int, _RowAdjustments]]) -> None:
     biased = [(row, change) for row, change in changing if len(change.bias_ids)]
     if not biased:
         return
@@ -140,14 +180,14 @@ def _add_bias(logits: Tensor, changing: Sequence[tuple[int, _RequestAdjustments]
     logits[place] += _tensor(logits, [change.bias_values for _, change in biased])
 
 
-def _penalise(logits: Tensor, changing: Sequence[tuple[int, _RequestAdjustments]]) -> None:
-    seen = [(row, change.seen, change.penalties) for row, change in changing if change.seen and len(change.seen.ids)]
-    if not seen:
+def _penalise(logits: Tensor, changing: Sequence[tuple[int, _RowAdjustments]]) -> None:
+    penalised = [(row, change) for row, change in changing if len(change.seen_ids)]
+    if not penalised:
         return
-    place = _places(logits, [(row, tokens.ids) for row, tokens, _ in seen])
-    counts = _tensor(logits, [tokens.counts for _, tokens, _ in seen])
-    sizes = [len(tokens.ids) for _, tokens, _ in seen]
-    columns = zip(*(penalties for _, _, penalties in seen), strict=True)
+    place = _places(logits, [(row, change.seen_ids) for row, change in penalised])
+    counts = _tensor(logits, [change.seen_counts for _, change in penalised])
+    sizes = [len(change.seen_ids) for _, change in penalised]
+    columns = zip(*(change.penalties for _, change in penalised), strict=True)
     repetition, frequency, presence = (
         _tensor(logits, [np.repeat(np.array(column, np.float32), sizes)]) for column in columns
     )

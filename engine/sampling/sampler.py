@@ -20,7 +20,7 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,7 +37,7 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import LogitAdjustments
 from engine.scheduling.request import Request
-from engine.scheduling.scheduler_output import Sampled
+from engine.scheduling.scheduler_output import LogitsRow, Sampled
 
 _MASK32 = 0xFFFFFFFF
 
@@ -80,17 +80,14 @@ class TokenSampler:
     ) -> Sampled:
         """The next tokens, from `logits` [rows, vocab] (float32), which it changes: a row of each request, then one of
         each token of its draft, where `drafts` has one under its id. Requests whose logits are not finite get none."""
-        drafts = drafts or {}
-        rows = [
-            (request, place) for request in requests for place in range(1 + len(drafts.get(request.request_id, ())))
-        ]
-        owners = [request for request, _ in rows]
+        rows = list(_rows(requests, drafts or {}))
+        owners = [row.request for row in rows]
         with_logprobs = [row for row, request in enumerate(owners) if request.spec.params.logprobs is not None]
         raw = {row: logits[row].clone() for row in with_logprobs if owners[row].spec.params.changes_logits}
-        self._adjustments.apply(logits, owners)
-        self.grammars.apply(logits, owners)
-        tokens = _sample_finite(logits, [_sampling_row(request, place) for request, place in rows])
-        kept = dict.fromkeys(_kept(tokens, requests, drafts)) if drafts else tokens
+        self._adjustments.apply(logits, rows)
+        unknown = self.grammars.apply(logits, rows)
+        tokens = _sample_finite(logits, [_sampling_row(row) for row in rows])
+        kept = dict.fromkeys(_kept(rows, tokens, unknown)) if drafts else tokens
         token_ids = _by_request(owners, kept, [tokens[row] for row in kept])
         with_logprobs = [row for row in with_logprobs if row in kept]
         if not with_logprobs:
@@ -103,16 +100,20 @@ class TokenSampler:
         return Sampled(token_ids, _by_request(owners, with_logprobs, logprobs))
 
 
-def _kept(tokens: Mapping[int, int], requests: Sequence[Request], drafts: Mapping[str, list[int]]) -> Iterator[int]:
-    """The rows whose tokens count: of each request the first, and those behind a token of its draft that was right."""
-    row = 0
+def _rows(requests: Sequence[Request], drafts: Mapping[str, list[int]]) -> Iterator[LogitsRow]:
     for request in requests:
-        draft = drafts.get(request.request_id, ())
-        for place, expected in enumerate((None, *draft)):
-            if row + place not in tokens or (place and tokens[row + place - 1] != expected):
-                break
-            yield row + place
-        row += 1 + len(draft)
+        yield LogitsRow(request)
+        if draft := drafts.get(request.request_id):
+            yield from (LogitsRow(request, draft[:place]) for place in range(1, 1 + len(draft)))
+
+
+def _kept(rows: Sequence[LogitsRow], tokens: Mapping[int, int], unknown: Container[int]) -> Iterator[int]:
+    """The rows whose tokens count: of each request the first, and those behind a token of its draft that was right."""
+    is_right = True
+    for index, row in enumerate(rows):
+        is_right = not row.drafted or (is_right and tokens.get(index - 1) == row.drafted[-1] and index not in unknown)
+        if is_right and index in tokens:
+            yield index
 
 
 def _by_request(owners: Sequence[Request], rows: Iterable[int], values: Iterable[T]) -> dict[str, list[T]]:
@@ -134,20 +135,14 @@ def _sample_finite(logits: Tensor, rows: Sequence[SamplingRow]) -> dict[int, int
     return dict(zip(finite, sample(logits[finite], [rows[index] for index in finite]), strict=True))
 
 
-def _sampling_row(request: Request, place: int) -> SamplingRow:
-    """`place`: how many tokens of a draft are before it."""
-    params = request.spec.params
+def _sampling_row(row: LogitsRow) -> SamplingRow:
+    spec, params = row.request.spec, row.request.spec.params
     forbidden: tuple[int, ...] = ()
-    num_output_tokens = request.num_output_tokens + place
-    if num_output_tokens < params.min_tokens and request.grammar is None:  # else its mask forbids them
-        eos = () if params.ignore_eos else request.spec.eos_token_ids
+    if row.num_output_tokens < params.min_tokens and row.request.grammar is None:  # else its mask forbids them
+        eos = () if params.ignore_eos else spec.eos_token_ids
         forbidden = (*eos, *params.stop_token_ids)
     return SamplingRow(
-        params=params,
-        seed=request.spec.seed,
-        choice=request.spec.choice,
-        position=request.num_tokens + place,
-        forbidden_ids=forbidden,
+        params=params, seed=spec.seed, choice=spec.choice, position=row.position, forbidden_ids=forbidden
     )
 
 

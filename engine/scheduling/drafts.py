@@ -41,6 +41,8 @@ _LEAST_GAIN = 1.05
 """Of tokens per second by drafts: less is within the errors of the estimates."""
 _MAX_STRETCH = 2.0
 """Of a step by drafts."""
+_MANY_WITHOUT, _RARELY = 8, 4
+"""After so many steps of streams without drafts, one in so many looks for some: 3 % of a small model's step."""
 _TOKEN_BYTES = array("i").itemsize
 _MAX_SEARCHED = 131072 * _TOKEN_BYTES
 """Of the last tokens: some 50 us, for each stream and step."""
@@ -105,15 +107,19 @@ class Drafter:
         max_num_rows: int = 0,
         max_model_len: int = 0,
         predictor: Callable[[Request], Predictor] = lambda _: PromptLookup(),
+        num_admitted: Callable[[Request, list[int]], int] = lambda _, token_ids: len(token_ids),
     ) -> None:
         """`most`: tokens of one draft; `max_num_rows`: single tokens of a step, those of drafts included; `predictor`:
-        makes that of a request."""
+        makes that of a request; `num_admitted`: how many of these next tokens the request's constraint admits."""
         self._most = most
         self._max_num_rows = max_num_rows
         self._max_model_len = max_model_len
         self._predictor = predictor
+        self._num_admitted = num_admitted
         self._streams: WeakKeyDictionary[Request, _Stream] = WeakKeyDictionary()
         self._times = StepTimes()
+        self._num_without = 0
+        """Steps since the last one with drafts."""
 
     def add(self, scheduled: list[ScheduledRequest], cost: StepCost | None, budget: int, kv: KVCacheManager) -> None:
         """Add drafts to the shares of streams, with blocks for them. `budget`: tokens of the whole step."""
@@ -121,9 +127,12 @@ class Drafter:
             return
         output, specs = SchedulerOutput(scheduled), [share.request.spec for share in scheduled]
         num_left = min(budget - output.num_tokens, self._max_num_rows - output.num_streams)
-        if num_left <= 0:
-            return
         drafted = [index for index, share in enumerate(scheduled) if share.num_tokens == 1 and _may_draft(share)]
+        if num_left <= 0 or not drafted:
+            return
+        self._num_without += 1
+        if self._num_without > _MANY_WITHOUT and self._num_without % _RARELY:
+            return
         streams = [self._predicted(scheduled[index].request) for index in drafted]
         candidates = [(stream.hit_rate, len(stream.prediction)) for stream in streams]
         num_left = min(num_left, sum(length for _, length in candidates))
@@ -141,6 +150,7 @@ class Drafter:
             share = scheduled[index]
             if length and kv.allocate(share.request, share.request.num_tokens + length):
                 scheduled[index] = replace(share, draft=stream.prediction[:length])
+                self._num_without = 0
 
     def record(self, output: SchedulerOutput, seconds: float) -> None:
         """A step took so long."""
@@ -160,16 +170,14 @@ class Drafter:
         if max_tokens is not None:
             most = min(most, max_tokens - request.num_output_tokens)
         # Without a draft the step has a token as well.
-        stream.prediction = stream.predictor.predict(request.token_ids, min(self._most, most - 1))
+        prediction = stream.predictor.predict(request.token_ids, min(self._most, most - 1))
+        stream.prediction = prediction[: self._num_admitted(request, prediction)]
         return stream
 
 
 def _may_draft(share: ScheduledRequest) -> bool:
-    """Whether tokens behind the request's next one can be sampled in the same step: where they are computed here, and
-    the tokens before them do not change their logits."""
-    request, params = share.request, share.request.spec.params
-    is_free = request.grammar is None and not params.is_penalised and not params.bad_word_ids
-    return share.samples and is_free and not request.is_handed_over
+    """Whether tokens behind the request's next one can be sampled in the same step: where they are computed here."""
+    return share.samples and not share.request.is_handed_over
 
 
 def draft_lengths(

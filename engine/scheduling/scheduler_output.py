@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,6 +42,23 @@ class SchedulerOutput:
     def num_streams(self) -> int:
         """Single tokens: those of streams, and of drafts, which cost the same."""
         return sum(1 + len(share.draft) for share in self.scheduled if share.num_tokens == 1)
+
+
+class LogitsRow(NamedTuple):
+    """A row of logits: those of the token behind the request's tokens and the first ones of its draft."""
+
+    request: Request
+    drafted: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token, in prompt and output."""
+        return self.request.num_tokens + len(self.drafted)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Before the token."""
+        return self.request.num_output_tokens + len(self.drafted)
 
 
 def needs_prompt_logprobs(request: Request) -> bool:

@@ -29,8 +29,27 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.9, "logit_bias": {7: 3.0, 9: -50.0}, "logprobs": 0},
     {"temperature": 1.2, "n": 3},
     {"temperature": 0.9, "stop_token_ids": list(range(100)), "min_tokens": 20},
-    {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.2, "logprobs": 0},
     {"temperature": 1.0, "prompt_logprobs": 1},
+    {"temperature": 1.0, "frequency_penalty": -0.8, "bad_word_ids": [[7], [20, 21], *([i, i] for i in range(250))]},
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "kind": {"enum": ["alpha", "alphabet", "beta"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5},
+    },
+    "required": ["name", "kind", "sizes"],
+}
+CONSTRAINED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "json_schema": SCHEMA},
+    {"temperature": 1.0, "json_schema": SCHEMA, "logprobs": 2, "n": 2},
+    {"temperature": 0.9, "json_object": True, "repetition_penalty": 1.1},
+    {"temperature": 0.0, "regex": r"([a-f]{3} [0-9]+; ){4}", "min_tokens": 12},
+    {"temperature": 1.3, "choice": ["one of these", "one of those", "another"]},
+    {"temperature": 0.8, "grammar": 'root ::= "(" root ")" | [a-z ]*', "presence_penalty": 0.5, "logprobs": 1},
+    {"temperature": 1.0},
 ]
 
 
@@ -38,18 +57,17 @@ def make_llm(folder: Path, **options: Any) -> LLM:
     return LLM(folder, skip_tokenizer_init=True, **{"dtype": "float32", "num_blocks": 2048, **options})
 
 
-def params_of(index: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": index, **WAYS[index % len(WAYS)], **fields}
-    )
+def params_of(index: int, ways: list[dict[str, Any]], **fields: Any) -> SamplingParams:
+    way = ways[index % len(ways)]
+    return SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": index, **way, **fields})
 
 
 Answers = list[Any]
 
 
-def generate(llm: LLM, prompts: list[list[int]], **fields: Any) -> Answers:
+def generate(llm: LLM, prompts: list[list[int]], ways: list[dict[str, Any]] = WAYS, **fields: Any) -> Answers:
     """All that is reported of each output."""
-    params = [params_of(index, **fields) for index in range(len(prompts))]
+    params = [params_of(index, ways, **fields) for index in range(len(prompts))]
     answers = llm.generate(prompts, params, use_tqdm=False)
     load = llm.core.load
     assert (load.running_blocks, load.held_blocks, load.num_running, load.num_waiting) == (0, 0, 0, 0)
@@ -124,8 +142,8 @@ def test_drafts_change_nothing(checkpoint: Path, prompts: list[list[int]], optio
     assert counters.num_draft_tokens - counters.num_accepted_tokens > 100, "hardly any was wrong"
     if options.get("num_blocks"):
         assert llm.core.load.num_preemptions > 0
-    alone = [generate(llm, prompts[index : index + 1])[0] for index in (0, 8, 16)]
-    assert alone == [expected[index] for index in (0, 8, 16)]
+    greedy = [0, len(WAYS), 2 * len(WAYS)]
+    assert [generate(llm, prompts[index : index + 1])[0] for index in greedy] == [expected[index] for index in greedy]
 
 
 @pytest.mark.parametrize(
@@ -171,18 +189,34 @@ def test_a_stop_string_inside_of_a_draft_ends_the_text_where_it_would() -> None:
     assert llm.core.scheduler.counters.num_accepted_tokens > 100
 
 
-def test_constrained_and_free_streams_in_one_batch_change_nothing() -> None:
-    prompts = ["The tandem", "for x in range(10):", "The tandem"]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=60, regex=r"(ab|cd){8}\."),
-        SamplingParams(temperature=0.9, max_tokens=60, seed=2, json_object=True),
-    ]
-    expected = [answer.outputs[0].text for answer in LLM(MODEL_DIR).generate(prompts, params, use_tqdm=False)]
-    llm = LLM(MODEL_DIR, num_speculative_tokens=6)
-    for _ in range(2):  # the second time what steps take is known
-        assert [answer.outputs[0].text for answer in llm.generate(prompts, params, use_tqdm=False)] == expected
-    assert llm.core.scheduler.counters.num_accepted_tokens > 0
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 33, "num_blocks": 24}], ids=str)
+def test_constrained_and_free_streams_in_one_batch_change_nothing(options: dict[str, Any], *, is_checked: bool) -> None:
+    """Whether a draft ends before what its constraint does not admit, or has more."""
+    prompts = random_prompts(len(CONSTRAINED) * 3, longest=60, vocab_size=1000, seed=9)
+    llm = make_llm(MODEL_DIR, num_speculative_tokens=5, **options)
+    num_admitted, llm.core.scheduler.drafter = llm.core.scheduler.drafter._num_admitted, Drafter()
+    expected = generate(llm, prompts, CONSTRAINED, ignore_eos=False)
+    draft_what_came(llm, prompts, expected)
+    if is_checked:
+        llm.core.scheduler.drafter._num_admitted = num_admitted
+    assert generate(llm, prompts, CONSTRAINED, ignore_eos=False) == expected
+    counters = llm.core.scheduler.counters
+    assert counters.num_accepted_tokens > 300
+    assert counters.num_draft_tokens - counters.num_accepted_tokens > 100
+    assert (llm.core.load.num_preemptions > 0) == bool(options)
+
+
+def test_looked_up_drafts_of_constrained_streams_change_nothing() -> None:
+    """A text that repeats its words, and a list of objects."""
+    words = {"temperature": 0.7, "regex": "((red|green) (fish|bird)(, )?)*", "max_tokens": 150}
+    objects = {"json_schema": {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}, "max_tokens": 300}
+    ways: list[dict[str, Any]] = [words, {"temperature": 0.0, **objects}, {"temperature": 1.0, "top_p": 0.3, **objects}]
+    prompts = random_prompts(6, longest=40, vocab_size=1000, seed=10)
+    expected = generate(make_llm(MODEL_DIR), prompts, ways, ignore_eos=False)
+    llm = make_llm(MODEL_DIR, num_speculative_tokens=5)
+    assert generate(llm, prompts, ways, ignore_eos=False) == expected
+    assert llm.core.scheduler.counters.num_accepted_tokens > 100
 
 
 @pytest.mark.parametrize(

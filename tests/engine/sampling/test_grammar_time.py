@@ -24,6 +24,7 @@ from engine.sampling import grammar_masks
 from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_masks import GrammarMasks
 from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import LogitsRow
 from tests.engine.sampling.grammar_cores import END, grammar_checkpoint
 from tests.tokenizer_builders import byte_level_backend
 from tests.waiting import wait_until
@@ -84,7 +85,7 @@ def request(output_token_ids: list[int]) -> Request:
 def allowed(masks: GrammarMasks, requests: list[Request]) -> list[bool]:
     """Whether each may have a next token."""
     logits = torch.zeros(len(requests), len(VOCABULARY))
-    masks.apply(logits, requests)
+    masks.apply(logits, [LogitsRow(one) for one in requests])
     return logits.isfinite().any(dim=1).tolist()
 
 
@@ -122,6 +123,31 @@ def test_tokens_below_the_limit_fill_up_what_an_expensive_one_took(monkeypatch: 
     Clock(monkeypatch, lambda token_id, _: 0.1 if token_id == A else CHEAP_S)
     output = [A, *[B] * 45] * 20
     assert num_followed(GrammarMasks(), request([]), iter(output)) == len(output)
+
+
+def test_a_grammar_that_takes_long_has_no_drafts_and_does_not_pay_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, masks = Clock(monkeypatch, lambda token_id, _: 0.004 if token_id == A else CHEAP_S), GrammarMasks()
+    one = request([])
+    assert allowed(masks, [one]) == [True]
+    assert masks.num_admitted(one, [B] * 40) == 40
+    assert masks.num_admitted(one, [B, A, B, A, B, B]) == 4, "5 ms are over"
+    before_s = clock.now_s
+    assert masks.num_admitted(one, [B]) == 0
+    assert clock.now_s == before_s
+    rows = [LogitsRow(one), LogitsRow(one, [B]), LogitsRow(one, [B, B])]
+    assert masks.apply(torch.zeros(3, len(VOCABULARY)), rows) == {1, 2}
+    Clock(monkeypatch, lambda token_id, _: 0.1 if token_id == A else CHEAP_S)
+    assert num_followed(masks, one, iter([A] * 20)) == 2, "as without drafts"
+
+
+def test_a_request_with_little_time_left_has_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, lambda token_id, position: 0.1 if token_id == A and position == 1 else CHEAP_S)
+    masks, one = GrammarMasks(), request([])
+    one.token_ids.append(A)
+    assert allowed(masks, [one]) == [True]
+    assert masks.num_admitted(one, [B]) == 0
+    assert num_followed(masks, one, iter([B] * 45)) == 45
+    assert masks.num_admitted(one, [B]) == 1
 
 
 def test_outputs_from_elsewhere_share_a_second_of_a_step(

@@ -14,6 +14,7 @@ from engine.core.messages import EngineRequest
 from engine.sampling.params import SamplingParams
 from engine.sampling.penalties import LogitAdjustments, SeenTokens
 from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduler_output import LogitsRow
 
 VOCAB = 50
 
@@ -23,6 +24,10 @@ def request(prompt: list[int], output: list[int], **params: Any) -> Request:
         request_id="r", prompt_token_ids=prompt, output_token_ids=output, params=SamplingParams(**params)
     )
     return Request.from_spec(spec, arrival=0, fingerprint="00")
+
+
+def rows_of(requests: list[Request]) -> list[LogitsRow]:
+    return [LogitsRow(one) for one in requests]
 
 
 def slow_changes(logits: list[float], prompt: list[int], output: list[int], params: SamplingParams) -> list[float]:
@@ -73,7 +78,7 @@ def test_every_step_of_a_growing_batch_is_the_definition() -> None:
                 slow_changes(row, one.spec.prompt_token_ids, one.token_ids[one.num_prompt_tokens :], one.spec.params)
                 for row, one in zip(logits.tolist(), drawing, strict=True)
             ]
-            changes.apply(logits, drawing)
+            changes.apply(logits, rows_of(drawing))
             assert logits.tolist() == expected
             for one in drawing:
                 one.token_ids += [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 3]))]
@@ -83,7 +88,7 @@ def test_the_last_token_of_a_bad_word_is_not_drawn_after_the_others() -> None:
     words = ((9,), (1, 2), (1, 1, 3), (5, 6))
     logits = torch.zeros(5, VOCAB)
     after = [request([5], output, bad_word_ids=words) for output in ([], [1], [1, 1], [4, 5], [1, 2])]
-    LogitAdjustments().apply(logits, after)
+    LogitAdjustments().apply(logits, rows_of(after))
     # The prompt's 5 begins no word: words are of the output, as in vLLM.
     assert [row.isinf().nonzero().flatten().tolist() for row in logits] == [[9], [2, 9], [2, 3, 9], [6, 9], [9]]
 
@@ -94,7 +99,7 @@ def test_rows_of_requests_that_ask_for_nothing_are_left_as_they_are() -> None:
     before = logits.clone()
     plain, neutral = request([1, 2], [2]), request([1, 2], [2], logit_bias={}, repetition_penalty=1.0)
     changes = LogitAdjustments()
-    changes.apply(logits, [plain, neutral, plain])
+    changes.apply(logits, rows_of([plain, neutral, plain]))
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     assert not changes._by_request
 
@@ -105,7 +110,7 @@ def test_the_prompt_counts_for_repetition_alone() -> None:
         request([5], [], repetition_penalty=2.0),
         request([5], [6, 6], frequency_penalty=0.25, presence_penalty=0.125),
     ]
-    LogitAdjustments().apply(logits, both)
+    LogitAdjustments().apply(logits, rows_of(both))
     assert logits[0, 5] == 0.5
     assert logits[1, 5] == 1.0
     assert logits[1, 6] == 1.0 - 2 * 0.25 - 0.125
@@ -114,7 +119,7 @@ def test_the_prompt_counts_for_repetition_alone() -> None:
 def test_a_bias_comes_before_the_penalties_and_does_not_bring_back_what_is_not_allowed() -> None:
     logits = torch.ones(1, VOCAB)
     asking = request([5], [], repetition_penalty=2.0, logit_bias={5: 3.0, 6: 100.0}, allowed_token_ids=(5, 7))
-    LogitAdjustments().apply(logits, [asking])
+    LogitAdjustments().apply(logits, rows_of([asking]))
     assert logits[0, 5] == (1.0 + 3.0) / 2.0
     assert logits[0, 6] == -math.inf
     assert logits[0, 7] == 1.0
@@ -123,9 +128,9 @@ def test_a_bias_comes_before_the_penalties_and_does_not_bring_back_what_is_not_a
 
 def test_a_record_ends_with_its_request() -> None:
     changes, ended, running = LogitAdjustments(), request([5], [], top_k=3, presence_penalty=1.0), request([5], [])
-    changes.apply(torch.zeros(1, VOCAB), [ended])
+    changes.apply(torch.zeros(1, VOCAB), rows_of([ended]))
     ended.status = RequestStatus.PREEMPTED
-    changes.apply(torch.zeros(1, VOCAB), [running])
+    changes.apply(torch.zeros(1, VOCAB), rows_of([running]))
     assert list(changes._by_request) == [ended]
     del ended
     assert not changes._by_request

@@ -20,6 +20,7 @@ from engine.sampling.grammar_masks import _RequestGrammar
 from engine.sampling.params import SamplingParams
 from engine.sampling.whitespace import WhitespaceLimit
 from engine.scheduling.request import Request
+from engine.scheduling.scheduler_output import LogitsRow
 from router.request.chat import ChatOutput
 from tests.engine.sampling.schemas import STRING, check
 
@@ -90,7 +91,7 @@ class Output:
 
     def mask(self) -> Masks:
         masks = np.zeros((1, -(-len(VOCABULARY) // 32)), np.int32)
-        self._grammar.fill_mask(self.request, masks, 0)
+        self._grammar.fill_mask(LogitsRow(self.request), masks, 0)
         return masks
 
     def write(self, text: bytes) -> None:

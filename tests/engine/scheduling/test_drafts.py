@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -268,18 +267,49 @@ def test_blocks_of_accepted_tokens_are_found_by_others_after_the_end() -> None:
     assert again.num_cached_tokens == 16
 
 
-@pytest.mark.parametrize("params", [{"presence_penalty": 0.5}, {"bad_words": ["a"], "bad_word_ids": ((4, 5),)}])
-def test_what_depends_on_the_tokens_before_has_no_draft(params: dict[str, Any]) -> None:
-    scheduler, _ = start([1, 2, 3], **params)
-    assert drafted(scheduler) == [0]
-
-
-def test_a_constrained_stream_has_no_draft() -> None:
+@pytest.mark.parametrize("num_admitted", range(4))
+def test_a_draft_ends_before_what_a_constraint_does_not_admit(num_admitted: int) -> None:
     scheduler, request = start([1, 2, 3])
-    request.grammar = Future()
-    assert drafted(scheduler) == [0]
-    request.grammar = None
-    assert drafted(scheduler) == [3]
+    asked = list[tuple[Request, list[int]]]()
+
+    def admitted(one: Request, token_ids: list[int]) -> int:
+        asked.append((one, token_ids))
+        return num_admitted
+
+    most, longest = 4, scheduler.max_model_len
+    scheduler.drafter = Drafter(
+        most, max_num_rows=8, max_model_len=longest, predictor=lambda _: Oracle(Most(), 1.0), num_admitted=admitted
+    )
+    predicted = continued(request.token_ids, 4)[-4:]
+    assert drafted(scheduler) == [min(num_admitted, 3)]
+    assert asked == [(request, predicted)]
+    [event] = scheduler.take_events()
+    assert isinstance(event, TokensEvent)
+    assert event.token_ids == predicted[: min(num_admitted, 3) + 1]
+
+
+class Late:
+    """Predicts nothing, then what the model says."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.asked_at = list[int]()
+
+    def predict(self, token_ids: list[int], most: int) -> list[int]:
+        self.asked_at.append(len(token_ids))
+        return continued(token_ids, most)[len(token_ids) :] if len(token_ids) >= self._first else []
+
+
+def test_streams_without_drafts_are_rarely_looked_at_until_there_is_one() -> None:
+    scheduler, request = start([1, 2, 3], max_tokens=100)
+    late, first = Late(50), request.num_tokens
+    scheduler.drafter = Drafter(4, max_num_rows=8, max_model_len=scheduler.max_model_len, predictor=lambda _: late)
+    with_drafts = [request.num_tokens for _ in range(60) if any(drafted(scheduler))]
+    before = [num_tokens for num_tokens in late.asked_at if num_tokens < 50]
+    assert before == [*range(first, first + 8), *range(first + 11, 50, 4)]
+    behind = late.asked_at[len(before) :]
+    assert behind[0] < 54
+    assert len(with_drafts) == len(behind) > 3, "each time"
 
 
 def test_a_request_that_is_handed_over_has_no_draft() -> None:
