@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.errors import CapacityError, InvalidRequest, may_pass
 from engine.machine import useful_threads
 from engine.sampling.constraints import INSTALL_XGRAMMAR, Constraint, has_xgrammar
-from engine.sampling.grammar_kernels import exclude_launcher
+from engine.sampling.grammar_kernels import exclude_address
 from engine.sampling.whitespace import WhitespaceLimit
 from engine.text.token_bytes import Vocabulary, read_vocabulary
 
@@ -122,7 +122,7 @@ def _prepare_thread(library: _Library) -> None:
         niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICENESS
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     with suppress(Exception):  # the step that needs it raises it again
-        exclude_launcher()  # it is compiled here, not in a step
+        exclude_address()  # it is compiled here, not in a step
 
 
 class _Compiler(NamedTuple):

@@ -10,16 +10,11 @@ import functools
 import numpy as np
 
 from engine.attention.compilation import kernel, kernel_part
-from engine.attention.openmp import Launcher, launcher
 from engine.attention.simd import FLOAT32, INT32, INT64, pointer
 
 
 @functools.cache
-def exclude_launcher() -> Launcher:
-    return launcher(_exclude_address())
-
-
-def _exclude_address() -> int:
+def exclude_address() -> int:
     """`void(int64*)`: counter, rows, vocab, addresses of the rows' logits and masks int64 [rows, 2]. Logits are
     float32, masks int32 [ceil(vocab / 32)] with a bit for each token; the logits of those without it become -inf."""
 

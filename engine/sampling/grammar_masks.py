@@ -10,9 +10,10 @@ enters, a part before each step (`GrammarMasks.replay`), vLLM's sampler in the f
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from weakref import WeakKeyDictionary
 
@@ -21,9 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.attention.openmp import Launcher, launcher
 from engine.sampling.constraints import has_xgrammar
 from engine.sampling.grammar import CompiledGrammar
-from engine.sampling.grammar_kernels import exclude_launcher
+from engine.sampling.grammar_kernels import exclude_address
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import LogitsRow
 
@@ -36,6 +38,10 @@ before, and the streams of the batch wait for it."""
 _STEP_S = 1.0
 """What all of them together may take in a step beyond `_TOKEN_S` for each: an engine that is silent for longer than
 `core_silence_timeout_s` is unavailable."""
+_SLOW_FOR = 64
+"""Tokens for which a grammar does not look ahead after a token that took longer than `_TOKEN_S`."""
+_LOOKS_S = 0.02
+"""CPU time in which all of them look ahead in a step."""
 _REPLAYED_S = 0.0001
 """Time for each token that was emitted elsewhere, or whose client says so, that it leaves to no other."""
 _KERNEL_VARIANTS = (1, 2, 16)
@@ -65,8 +71,8 @@ class _RequestGrammar:
         """CPU time that it may take beyond `_TOKEN_S` for each token."""
         self.replayed_s = 0.0
         """CPU time that `replay` has taken."""
-        self._is_quick = True
-        """Looking ahead has taken no longer than a token may, each time."""
+        self._looks_from = 0
+        """How many tokens have to be accepted before it looks ahead again."""
         self._whitespace = compiled.whitespace
         self._run = 0
         """White space at the end of the output, in characters."""
@@ -95,7 +101,7 @@ class _RequestGrammar:
 
     def fill_draft(self, rows: Sequence[LogitsRow], masks: npt.NDArray[np.int32], first: int) -> int:
         """Set the masks from `first` on for `rows`, those behind each token of a draft, after `fill_mask`. Returns how
-        many have theirs: those behind tokens that the grammar admits, in the time of one token."""
+        many have theirs: those behind tokens that the grammar admits (`_ahead`)."""
         num_filled = 0
         for _ in self._ahead(rows[-1].drafted if rows else ()):
             self._fill(rows[num_filled], masks, first + num_filled)
@@ -103,7 +109,7 @@ class _RequestGrammar:
         return num_filled
 
     def num_admitted(self, request: Request, token_ids: Sequence[int]) -> int:
-        """How many of these tokens the grammar admits behind the output, in the time of one token."""
+        """How many of these tokens the grammar admits behind the output (`_ahead`)."""
         new_ids = self._new_ids(request)
         return max(0, sum(1 for _ in self._ahead([*new_ids, *token_ids])) - len(new_ids))
 
@@ -111,16 +117,20 @@ class _RequestGrammar:
         return request.token_ids[request.num_prompt_tokens + self._num_accepted :]
 
     def _ahead(self, token_ids: Iterable[int]) -> Iterator[None]:
-        """Advance over tokens that may come, one by one, and then go back. What they take is not taken from the time of
-        the request, so that drafts do not end it; one whose grammar takes long has none."""
+        """Advance over tokens that may come, one by one, in the time of one token, and then go back. What they take is
+        not taken from the time of the request, so that drafts do not end it; one with a slow grammar has few."""
         num_accepted, run, begun_s = self._num_accepted, self._run, time.thread_time()
+        is_able = self._is_possible and self.left_s == _FREE_S and num_accepted >= self._looks_from
+        last_s = begun_s
         try:
-            for token_id in token_ids:
-                is_able = self._is_possible and self._is_quick and self.left_s == _FREE_S
-                if not is_able or self._matcher.is_terminated() or not self._accept_one(token_id):
+            for token_id in token_ids if is_able else ():
+                if last_s - begun_s > _TOKEN_S or self._matcher.is_terminated() or not self._accept_one(token_id):
                     break
                 yield
-                self._is_quick = time.thread_time() - begun_s <= _TOKEN_S
+                now_s = time.thread_time()
+                if now_s - last_s > _TOKEN_S:
+                    self._looks_from = num_accepted + _SLOW_FOR
+                last_s = now_s
         finally:
             if self._num_accepted > num_accepted:
                 self._matcher.rollback(self._num_accepted - num_accepted)
@@ -189,6 +199,8 @@ class GrammarMasks:
 
     def __init__(self) -> None:
         self._by_request: WeakKeyDictionary[Request, _RequestGrammar] = WeakKeyDictionary()
+        self._looks_left_s = _LOOKS_S
+        """Until the end of the step."""
 
     def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> set[int]:
         """Set the `logits` [len(rows), vocab] (float32) of tokens that a request's constraint excludes to -inf. Returns
@@ -204,8 +216,9 @@ class GrammarMasks:
             if step_left_s > 0 or grammar.left_s == _FREE_S:  # the others have no mask: that ends them
                 step_left_s -= grammar.fill_mask(rows[index], masks, index, step_left_s)
             draft = list(takewhile(lambda row: row.drafted, islice(rows, index + 1, None)))
-            num_filled = grammar.fill_draft(draft, masks, index + 1)
+            num_filled = self._looked(functools.partial(grammar.fill_draft, draft, masks, index + 1)) if draft else 0
             unknown.update(range(index + 1 + num_filled, index + 1 + len(draft)))
+        self._looks_left_s = _LOOKS_S
         masked = [index for index in constrained if index not in unknown]
         if logits.device.type == "cpu":
             _exclude(logits, masks, masked)
@@ -216,9 +229,18 @@ class GrammarMasks:
     def num_admitted(self, request: Request, token_ids: Sequence[int]) -> int:
         """How many of these tokens the request's constraint, if it has one, admits behind its output; fewer where that
         takes long."""
-        if request.grammar is None:
+        if request.grammar is None or not token_ids:
             return len(token_ids)
-        return self._grammar_of(request).num_admitted(request, token_ids)
+        return self._looked(functools.partial(self._grammar_of(request).num_admitted, request, token_ids))
+
+    def _looked(self, look: Callable[[], int]) -> int:
+        """What `look` returns, or 0 where those of this step have taken their time."""
+        if self._looks_left_s <= 0:
+            return 0
+        begun_s = time.thread_time()
+        found = look()
+        self._looks_left_s -= time.thread_time() - begun_s
+        return found
 
     def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
         """Advance the matchers of `requests` over the outputs that came with them, for about so many seconds of CPU;
@@ -265,4 +287,9 @@ def _exclude(logits: Tensor, masks: npt.NDArray[np.int32], rows: Sequence[int]) 
     row_bytes = logits.stride(0) * logits.element_size()
     addresses = np.array([(logits.data_ptr() + row * row_bytes, masks[row].ctypes.data) for row in rows], np.int64)
     arguments = (ctypes.c_int64 * 4)(0, len(rows), logits.shape[1], addresses.ctypes.data)
-    exclude_launcher()(1, arguments)
+    _exclude_launcher()(1, arguments)
+
+
+@functools.cache
+def _exclude_launcher() -> Launcher:
+    return launcher(exclude_address())

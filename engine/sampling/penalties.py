@@ -126,10 +126,10 @@ class _RequestAdjustments:
 
 def _ends_with(row: LogitsRow, token_ids: list[int]) -> bool:
     """Whether these are the last tokens before the row's, all of them in the output."""
-    if len(token_ids) > row.num_output_tokens:
-        return False
+    if not token_ids or len(token_ids) > row.num_output_tokens:
+        return not token_ids
     known = row.request.token_ids
-    last = known[len(known) - len(token_ids) :] + list(row.drafted)
+    last = [*known[-len(token_ids) :], *row.drafted]
     return last[len(last) - len(token_ids) :] == token_ids
 
 

@@ -10,8 +10,8 @@ as without drafts, at any temperature, where other engines keep its distribution
 The i-th token of a draft is kept with probability p^i, p being how often predictions for this stream were right lately,
 those that were not computed included. A step computes as many tokens of drafts, the most probable ones of all streams,
 as give the most tokens per second: so there are no drafts where predictions are wrong, or where steps are bound by
-compute. For the sake of streams without drafts it takes no longer than the streams' inter-token objective, and at most
-twice as long as without drafts.
+compute. After several steps without drafts, only some look for predictions until there is one. For the sake of streams
+without drafts a step takes no longer than the streams' inter-token objective, and at most twice as long as without.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from engine.core.messages import StepCost
+from engine.core.messages import EngineRequest, StepCost
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
@@ -171,8 +173,14 @@ class Drafter:
             most = min(most, max_tokens - request.num_output_tokens)
         # Without a draft the step has a token as well.
         prediction = stream.predictor.predict(request.token_ids, min(self._most, most - 1))
+        prediction = list(takewhile(partial(_goes_on, request.spec), prediction))
         stream.prediction = prediction[: self._num_admitted(request, prediction)]
         return stream
+
+
+def _goes_on(spec: EngineRequest, token_id: int) -> bool:
+    """Whether tokens can follow this one. One that ends the output needs none behind it, and comes without a draft."""
+    return token_id not in spec.params.stop_token_ids and (spec.params.ignore_eos or token_id not in spec.eos_token_ids)
 
 
 def _may_draft(share: ScheduledRequest) -> bool:

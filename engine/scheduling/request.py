@@ -225,20 +225,16 @@ class Request:
             case _:
                 return f"no {'KV' if self.seeded else 'seed'} within the reservation time", "timeout"
 
-    def append(self, token_ids: Sequence[int], max_model_len: int) -> tuple[int, FinishReason | None, int | None]:
-        """Append what a step has sampled, one token at least, up to one that ends the request. All but the last were
-        drafted, so that their KV is computed. Returns how many they are, and what `check_stop` says of the last; a
-        request that is handed over has no other reason."""
-        for num_tokens, token_id in enumerate(token_ids, 1):  # noqa: B007 it counts
-            self.token_ids.append(token_id)
-            reason, stop_token_id = self.check_stop(max_model_len)
-            if reason is not None:
-                break
-        self.num_computed_tokens += num_tokens - 1
+    def append(self, token_ids: Sequence[int], max_model_len: int) -> tuple[FinishReason | None, int | None]:
+        """Append what a step has sampled. All but the last were drafted: their KV is computed, and none of them ends
+        the request. Returns what `check_stop` says of the last; a request that is handed over has no other reason."""
+        self.token_ids += token_ids
+        self.num_computed_tokens += len(token_ids) - 1
         self.is_entering = self.is_late = False
+        reason, stop_token_id = self.check_stop(max_model_len)
         if reason is None and self.is_handed_over:
             reason = "hand_over"
-        return num_tokens, reason, stop_token_id
+        return reason, stop_token_id
 
     def check_stop(self, max_model_len: int) -> tuple[FinishReason | None, int | None]:
         """Why the newest token ends the request, None if it does not; and that token if it is one of `stop_token_ids`.

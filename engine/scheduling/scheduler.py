@@ -469,10 +469,10 @@ class Scheduler:
             self._fail(request, *request.nothing_allowed())
             return
         self.drafter.observe(request, token_ids)
-        num_tokens, reason, stop_token_id = request.append(token_ids, self.max_model_len)
-        self.counters.tokens_generated(num_tokens)
+        reason, stop_token_id = request.append(token_ids, self.max_model_len)
+        self.counters.tokens_generated(len(token_ids))
         self.kv.publish(request)  # what a draft has completed
-        self._events.append(sampled.event(request, num_tokens, finish_reason=reason, stop_token_id=stop_token_id))
+        self._events.append(sampled.event(request, finish_reason=reason, stop_token_id=stop_token_id))
         if reason is not None:
             self._finish(request, reason)
 

@@ -85,21 +85,19 @@ class Sampled:
         """Whether the model's logits for a request that samples are finite."""
         return request_id in self.token_ids or request_id in self.nothing_allowed
 
-    def event(
-        self, request: Request, num_tokens: int, *, finish_reason: FinishReason | None, stop_token_id: int | None
-    ) -> TokensEvent:
-        """The event of the first `num_tokens` of this request's tokens."""
+    def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
+        """The event of this request's tokens."""
         request_id = request.request_id
         return TokensEvent(
             request_id,
-            self.token_ids[request_id][:num_tokens],
+            self.token_ids[request_id],
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
             num_recomputed_tokens=request.num_recomputed_tokens,
             queue_s=request.queue_s or 0.0,
-            logprobs=self.logprobs.get(request_id, [])[:num_tokens],
+            logprobs=self.logprobs.get(request_id, []),
             prompt_logprobs=self.prompt_logprobs.get(request_id, []),
         )
 

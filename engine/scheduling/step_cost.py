@@ -16,6 +16,7 @@ That is a straight line, for plans. `StepTimes` knows the stair of small steps, 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -39,6 +40,10 @@ _MARGIN = 1.5
 """Times what a token adds to a step on average, where no step with so many was observed."""
 _MAX_AGE = 1024
 """Steps after which a time is not known any more, and the step is tried again."""
+_TRIALS_PART = 0.02
+"""Of the time of all steps: what trials may have taken longer than expected, beyond one step."""
+_MAX_LOSS = 4.0
+"""Of a trial, in times of what was expected: a stall of the machine does not end trials for long."""
 
 
 @dataclass(slots=True)
@@ -108,23 +113,37 @@ class StepTimes:
         self._num_steps = 0
         self._observed: dict[int, tuple[int, deque[float]]] = {}
         """By number of tokens: the last step that had as many, and what the last few took."""
+        self._expected: dict[int, float] = {}
+        """Of the numbers that the last plan would have tried."""
+        self._total_s = self._lost_s = 0.0
+        """In all steps, and in trials beyond what was expected."""
 
     def record(self, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
+        self._total_s += seconds
+        if (expected_s := self._expected.get(num_tokens)) is not None:
+            self._lost_s += min(max(0.0, seconds - expected_s), _MAX_LOSS * expected_s)
+        self._expected = {}
         observed = self._lately(num_tokens) or deque(maxlen=_PER_BUCKET)
         observed.append(seconds)
         self._observed[num_tokens] = (self._num_steps, observed)
 
     def seconds(self, num_tokens: int, most_added: int, per_token_s: float) -> list[float]:
         """Of steps with `num_tokens` and up to `most_added` more: the median of those observed lately, else of the next
-        smaller one, and somewhat more than `per_token_s`. Empty if no step with `num_tokens` was."""
+        smaller one, and somewhat more than `per_token_s`; infinite where trials have taken too long. Empty if no step
+        with `num_tokens` was."""
+        self._expected = {}
         if (observed := self._lately(num_tokens)) is None:
             return []
         times = [_median(observed)]
         for added in range(1, most_added + 1):
             observed = self._lately(num_tokens + added)
             times.append(times[-1] + _MARGIN * per_token_s if observed is None else _median(observed))
-        return times
+            if observed is None:
+                self._expected[num_tokens + added] = times[-1]
+        if self._lost_s <= _TRIALS_PART * self._total_s + times[0]:
+            return times
+        return [math.inf if num in self._expected else seconds for num, seconds in enumerate(times, num_tokens)]
 
     def _lately(self, num_tokens: int) -> deque[float] | None:
         last, observed = self._observed.get(num_tokens, (-_MAX_AGE, None))

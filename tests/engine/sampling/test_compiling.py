@@ -255,7 +255,7 @@ def assert_compiles(core: EngineCore, regex: str) -> None:
 
 
 @pytest.mark.parametrize("failure", [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), MemoryError()], ids=repr)
-@pytest.mark.parametrize("place", ["read_vocabulary", "_compiler", "exclude_launcher"])
+@pytest.mark.parametrize("place", ["read_vocabulary", "_compiler", "exclude_address"])
 def test_what_the_machine_lacks_for_a_moment_ends_one_request_and_is_tried_again(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, place: str
 ) -> None:
@@ -263,7 +263,7 @@ def test_what_the_machine_lacks_for_a_moment_ends_one_request_and_is_tried_again
     core = EngineCore(EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=64), wake=lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(grammar, place, Mock(side_effect=failure))
-        if place == "exclude_launcher":
+        if place == "exclude_address":
             core._grammars.compiled(Constraint("regex", "ab")).result(60)
         else:
             kind, error = ended_with(core, "ab")

@@ -125,18 +125,29 @@ def test_tokens_below_the_limit_fill_up_what_an_expensive_one_took(monkeypatch: 
     assert num_followed(GrammarMasks(), request([]), iter(output)) == len(output)
 
 
-def test_a_grammar_that_takes_long_has_no_drafts_and_does_not_pay_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_take_the_time_of_a_token_each_and_20_ms_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, masks = Clock(monkeypatch, lambda token_id, _: 0.004 if token_id == A else CHEAP_S), GrammarMasks()
     one = request([])
-    assert allowed(masks, [one]) == [True]
     assert masks.num_admitted(one, [B] * 40) == 40
-    assert masks.num_admitted(one, [B, A, B, A, B, B]) == 4, "5 ms are over"
-    before_s = clock.now_s
+    assert [masks.num_admitted(one, [B, A, B, A, B, B]) for _ in range(3)] == [4] * 3, "5 ms are over"
+    num_accepted = clock.num_accepted
     assert masks.num_admitted(one, [B]) == 0
-    assert clock.now_s == before_s
     rows = [LogitsRow(one), LogitsRow(one, [B]), LogitsRow(one, [B, B])]
     assert masks.apply(torch.zeros(3, len(VOCABULARY)), rows) == {1, 2}
+    assert clock.num_accepted == num_accepted
+    assert masks.num_admitted(one, [B]) == 1, "the next step"
+    assert masks.apply(torch.zeros(3, len(VOCABULARY)), rows) == set()
+
+
+def test_a_grammar_that_takes_long_has_few_drafts_and_does_not_pay_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, lambda token_id, _: 0.006 if token_id == A else CHEAP_S)
+    masks, one = GrammarMasks(), request([])
+    assert masks.num_admitted(one, [B, A, B]) == 2
+    assert masks.num_admitted(one, [B]) == 0
+    assert num_followed(masks, one, iter([B] * 64)) == 64
+    assert masks.num_admitted(one, [B]) == 1
     Clock(monkeypatch, lambda token_id, _: 0.1 if token_id == A else CHEAP_S)
+    assert masks.num_admitted(one, [A]) == 1
     assert num_followed(masks, one, iter([A] * 20)) == 2, "as without drafts"
 
 

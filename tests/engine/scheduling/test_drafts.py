@@ -199,13 +199,13 @@ def test_streams_get_the_models_tokens_whatever_is_predicted(
         assert counters.num_accepted_tokens == 0
 
 
-def start(prompt: list[int], **params: Any) -> tuple[Scheduler, Request]:
+def start(prompt: list[int], *, eos: int = 999, **params: Any) -> tuple[Scheduler, Request]:
     """A stream with its first token. Its predictions are right, and it drafts three tokens, since that is not known."""
     scheduler = make_scheduler(num_blocks=32)
     most, longest = 4, scheduler.max_model_len
     scheduler.drafter = Drafter(most, max_num_rows=8, max_model_len=longest, predictor=lambda _: Oracle(Most(), 1.0))
     fields = {"max_tokens": 60, "ignore_eos": True, **params}
-    spec = EngineRequest(request_id="r", prompt_token_ids=prompt, params=SamplingParams(**fields))
+    spec = EngineRequest(request_id="r", prompt_token_ids=prompt, params=SamplingParams(**fields), eos_token_ids=(eos,))
     request = Request.from_spec(spec, arrival=0, fingerprint="f")
     scheduler.add_request(request, now=0.0)
     while not request.num_output_tokens:
@@ -247,13 +247,16 @@ def test_a_right_draft_is_one_event_whose_last_token_may_end_the_request() -> No
     assert (len(event.token_ids), event.finish_reason) == (3, "length")
 
 
-def test_tokens_behind_a_stop_are_dropped() -> None:
+@pytest.mark.parametrize("is_eos", [False, True])
+def test_a_draft_ends_before_what_ends_the_output(*, is_eos: bool) -> None:
     tokens = continued([1, 2, 3], 3)
-    scheduler, request = start([1, 2, 3], stop_token_ids=[tokens[-1]])
-    assert drafted(scheduler) == [3]
+    ends: dict[str, Any] = {"ignore_eos": False} if is_eos else {"stop_token_ids": [tokens[-1]]}
+    scheduler, request = start([1, 2, 3], eos=tokens[-1] if is_eos else 999, **ends)
+    assert drafted(scheduler) == [1]
     [event] = scheduler.take_events()
     assert isinstance(event, TokensEvent)
-    assert (event.token_ids, event.finish_reason, event.stop_token_id) == (tokens[-2:], "stop", tokens[-1])
+    stop_token_id = None if is_eos else tokens[-1]
+    assert (event.token_ids, event.finish_reason, event.stop_token_id) == (tokens[-2:], "stop", stop_token_id)
     assert request.token_ids == tokens
     assert scheduler.counters.num_accepted_tokens == 1
 

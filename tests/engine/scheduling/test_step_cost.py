@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -97,6 +98,7 @@ def test_times_are_those_observed_lately_or_of_smaller_steps() -> None:
     for seconds in (1.0, 50.0, 1.2):
         times.record(2, seconds)
     assert times.seconds(2, 2, 0.5) == [1.2, 1.95, 2.7], "a stall does not count"
+    times.record(2, 1.2)
     times.record(4, 7.0)
     assert times.seconds(2, 3, 0.5) == [1.2, 1.95, 7.0, 7.75]
     for _ in range(1024):
@@ -105,3 +107,28 @@ def test_times_are_those_observed_lately_or_of_smaller_steps() -> None:
     times.record(4, 1.5)
     assert times.seconds(2, 2, 0.5) == [1.0, 1.75, 1.5], "what it took long ago does not count"
     assert times.seconds(1, 1, 0.5) == []
+
+
+def test_trials_that_take_longer_than_expected_are_made_up_for_before_the_next() -> None:
+    times = StepTimes()
+    times.record(2, 1.0)
+    assert times.seconds(2, 3, 0.2) == pytest.approx([1.0, 1.3, 1.6, 1.9])
+    times.record(5, 1.9)  # as expected
+    assert times.seconds(2, 3, 0.2) == pytest.approx([1.0, 1.3, 1.6, 1.9])
+    times.record(4, 3.6)  # two steps longer
+    assert times.seconds(2, 3, 0.2) == pytest.approx([1.0, math.inf, 3.6, 1.9])
+    for _ in range(20):
+        times.record(4, 3.6)  # no trial any more
+        assert times.seconds(2, 1, 0.2)[1] == (math.inf if times._total_s < 50 else pytest.approx(1.3))
+    assert times._total_s > 50
+
+
+def test_a_stall_in_a_trial_does_not_end_trials_for_long() -> None:
+    times = StepTimes()
+    times.record(2, 1.0)
+    times.seconds(2, 1, 0.2)
+    times.record(3, 10_000.0)
+    times.record(3, 1.3)
+    for _ in range(300):
+        times.record(2, 1.0)
+    assert times.seconds(2, 2, 0.2) == pytest.approx([1.0, 1.3, 1.6])
