@@ -197,13 +197,18 @@ async def test_an_unknown_peer_has_no_connections() -> None:
 
 
 async def test_a_connection_that_only_begins_calls_is_dropped(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(abuse_limits, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(interceptor, "_MAX_REJECTED", 3)
-    rig = await rigs.start(max_calls_per_peer=1, max_bad_calls_per_s=1.0)
+    monkeypatch.setattr(interceptor, "_REJECTED_READ_S", 600.0)
+    rig = await rigs.start(max_calls_per_peer=1, max_bad_calls_per_s=1.0, read_timeout_s=600.0)
+    peer, budgets = "ipv4:127.0.0.2", rig.server.abuse_limits._cancelled._left
     async with Connection(rig.server.address, source="127.0.0.2") as connection:
         for _ in range(1 + 3 + 2):
             connection.open_call(GENERATE)
-        await connection.sent()
-        await asyncio.sleep(0.2)
+        await until(lambda: budgets.get(peer) == (0.0, now_s))
+        await until(lambda: rig.server._interceptor._num_rejected[peer] == 3)
+        assert rig.server.calls.num_open == 1
         assert rig.server.abuse_limits.num_dropped == 0
         connection.open_call(GENERATE)
         await until(lambda: rig.server.abuse_limits.num_dropped == 1)
