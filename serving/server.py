@@ -245,7 +245,7 @@ class Server:
         try:
             _log.info("draining: not ready, accepting for %g s more", self._settings.drain_accept_s)
             self.health.begin_draining()
-            await asyncio.sleep(self._settings.drain_accept_s)
+            await self._accept_for(self._settings.drain_accept_s)
             self.calls.begin_draining()
             _log.info("draining: refusing, %d calls to finish", self.calls.num_awaited)
             async with asyncio.timeout(self._settings.drain_grace_s):
@@ -258,6 +258,9 @@ class Server:
             return True
         finally:
             await self.stop()
+
+    async def _accept_for(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     async def end_calls(self, *, cut_off: bool = True) -> None:
         """Rejects new calls and waits a second for the running ones, cut off or not, to free their resources and send

@@ -97,8 +97,17 @@ async def test_reflection_lists_the_services_and_describes_them(rigs: Rigs) -> N
     await call.done_writing()
 
 
-async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(rigs: Rigs) -> None:
+async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = await rigs.start(drain_accept_s=0.3)
+    noticed, accepted_s = asyncio.Event(), list[float]()
+
+    async def accept_for(seconds: float) -> None:
+        accepted_s.append(seconds)
+        await noticed.wait()
+
+    monkeypatch.setattr(rig.server, "_accept_for", accept_for)
     watch = health_pb2_grpc.HealthStub(rig.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE.full_name))
     assert (await watch.read()).status == SERVING
     running = await rig.waiting_call()
@@ -111,6 +120,8 @@ async def test_a_drain_turns_unready_then_refuses_then_waits_then_stops(rigs: Ri
     assert await checked(rig.channel, "") == SERVING
 
     # STEP 2: requests are refused, control calls and what runs go on.
+    assert accepted_s == [0.3]
+    noticed.set()
     await until(lambda: rig.server.calls.draining)
     error = await rig.refusal("hello")
     assert error.code() is grpc.StatusCode.UNAVAILABLE
