@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import grpc
 import grpc.aio
 import pytest
 
+from kv_transfer.transfer import client
 from kv_transfer.transfer.server import POLICIES, SERVICE
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from serving.server import Server, ServerSettings
-from tests.kv_transfer.transfer.endpoints import LEASE_S, ServerEndpoint
+from tests.kv_transfer.transfer.endpoints import NEVER_S, SETTINGS, ServerEndpoint
 
 
 @pytest.fixture
@@ -23,12 +25,15 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 @pytest.fixture
 async def server_end(stack: AsyncExitStack, request: pytest.FixtureRequest) -> ServerEndpoint:
-    """Its parameter, if a test gives one, is the lease in seconds."""
-    return ServerEndpoint(getattr(request, "param", LEASE_S))
+    """Its parameter, if a test gives one, is the settings that differ from those with which nothing expires."""
+    return ServerEndpoint(replace(SETTINGS, **getattr(request, "param", {})))
 
 
 @pytest.fixture
-async def stub(server_end: ServerEndpoint, stack: AsyncExitStack) -> KvTransferServiceStub:
+async def stub(
+    server_end: ServerEndpoint, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> KvTransferServiceStub:
+    monkeypatch.setattr(client, "_RELEASE_S", NEVER_S)  # or a release that is held up is sent a second time
     server = Server(ServerSettings())
     await server.register(SERVICE, server_end.server, POLICIES)
     port = await server.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 from engine.core.messages import KVProgress, LeaseCommand, TransferEvent
 from engine.identity import ModelIdentity
@@ -15,7 +14,6 @@ from protos.tandem.v1 import kv_transfer_pb2 as pb
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 
 EPOCH = "epoch-1"
-LEASE_S = 0.6
 IDENTITY = ModelIdentity(
     weights_digest="w" * 64,
     config_digest="c" * 64,
@@ -25,21 +23,23 @@ IDENTITY = ModelIdentity(
     layout_version=1,
     layout_digest="l" * 64,
 )
-SETTINGS = TransferServerSettings(lease_s=LEASE_S, attach_wait_s=0.5, forget_s=30.0)
+NEVER_S = 250.0
+"""A time that no test reaches; a lease may be at most 300 s."""
+SETTINGS = TransferServerSettings(lease_s=NEVER_S, attach_wait_s=NEVER_S)
 
 
 class ServerEndpoint:
     """A producing instance: the transfer server under test, and a core that is only a lease table."""
 
-    def __init__(self, lease_s: float = LEASE_S) -> None:
-        self.lease_s = lease_s
+    def __init__(self, settings: TransferServerSettings = SETTINGS) -> None:
+        self.lease_s = settings.lease_s
         self.leases = LeaseTable()
         self.commands: list[LeaseCommand] = []
         self.server = TransferServer(
             identity=IDENTITY,
             instance_epoch=EPOCH,
             send_command=self._apply_command,
-            settings=replace(SETTINGS, lease_s=lease_s),
+            settings=settings,
         )
 
     def offer(self, transfer_id: str = "t") -> None:
@@ -53,9 +53,9 @@ class ServerEndpoint:
     def complete(self, num_ready_blocks: int, num_tokens: int, transfer_id: str = "t") -> None:
         self.server.on_event(TransferEvent(transfer_id, num_ready_blocks, num_tokens=num_tokens))
 
-    def step(self) -> None:
-        """What the core does every now and then."""
-        self.leases.expire(time.monotonic())
+    def step(self, *, after_s: float = 0.0) -> None:
+        """What the core does every now and then, as it would do in so many seconds."""
+        self.leases.expire(time.monotonic() + after_s)
         for ended in self.leases.take_ended():
             self.server.on_event(ended)
 
@@ -85,8 +85,8 @@ class ClientEndpoint:
                 "transfer_id": "t",
                 "instance_epoch": EPOCH,
                 "num_local_blocks": 0,
-                "lease_s": LEASE_S,
-                "attach_timeout_s": 2.0,
+                "lease_s": NEVER_S,
+                "attach_timeout_s": NEVER_S,
                 **{name: value for name, value in fields.items() if name != "identity"},
             }
         )

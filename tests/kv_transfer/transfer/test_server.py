@@ -40,15 +40,32 @@ async def test_identity_mismatch_names_the_field_and_both_values(
         ({"min_protocol_version": 3, "max_protocol_version": 0}, grpc.StatusCode.FAILED_PRECONDITION, "1..1"),
         ({"transfer_id": ""}, grpc.StatusCode.INVALID_ARGUMENT, "transfer_id"),
         ({"transfer_id": "x" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "257"),
-        ({"transfer_id": "unknown"}, grpc.StatusCode.NOT_FOUND, "unknown"),
     ],
 )
 async def test_wrong_open_is_rejected_with_its_reason(
     server_end: ServerEndpoint, stub: KvTransferServiceStub, fields: dict[str, object], code: grpc.StatusCode, text: str
 ) -> None:
+    await assert_rejected(server_end, stub, open_message(**fields), code, text)
+
+
+@pytest.mark.parametrize("server_end", [{"attach_wait_s": 1.5}], indirect=True)
+async def test_unknown_transfer_is_rejected_by_its_name(
+    server_end: ServerEndpoint, stub: KvTransferServiceStub
+) -> None:
+    opening = open_message(transfer_id="unknown")
+    await assert_rejected(server_end, stub, opening, grpc.StatusCode.NOT_FOUND, "unknown")
+
+
+async def assert_rejected(
+    server_end: ServerEndpoint,
+    stub: KvTransferServiceStub,
+    opening: pb.AttachOpen,
+    code: grpc.StatusCode,
+    text: str,
+) -> None:
     server_end.offer()
     call = stub.Attach()
-    await call.write(pb.AttachRequest(open=open_message(**fields)))
+    await call.write(pb.AttachRequest(open=opening))
     with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
         await call.read()
     assert caught.value.code() is code
