@@ -75,6 +75,27 @@ async def engine(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory)
     await engine.shutdown()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def slow_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    """A core that runs two requests at a time, 50 ms a step: a long request takes a minute, and so does not end before
+    a test that is held up ends it."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
+        environment.setenv("TANDEM_FAILPOINTS", "engine.step=sleep:0.05")
+        engine = await AsyncEngine.start(msgspec.structs.replace(config, num_blocks=256, max_num_seqs=2))
+    yield engine
+    await engine.shutdown()
+
+
+def park_at_step(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Makes the next core stop in its step `number`, counted from 1: then the first file is there. The second one,
+    made by the test, lets it go on."""
+    monkeypatch.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
+    monkeypatch.setenv("TANDEM_FAILPOINTS", f"engine.step=park@{number}")
+    monkeypatch.setenv("TANDEM_FAILPOINT_FILE", str(folder / "parked"))
+    return folder / "parked", folder / "parked.engine.step.go"
+
+
 def make_request(request_id: str, prompt: list[int], max_tokens: int = 8) -> EngineRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params)
@@ -106,14 +127,14 @@ async def test_concurrent_requests_get_their_own_tokens(engine: AsyncEngine) -> 
 
 
 @on_module_loop
-async def test_closing_a_stream_early_frees_its_blocks(engine: AsyncEngine) -> None:
-    before = engine.load.num_generated_tokens
-    stream = engine.add_request(make_request("long", [5] * 50, max_tokens=900))
+async def test_closing_a_stream_early_frees_its_blocks(slow_engine: AsyncEngine) -> None:
+    before = slow_engine.load.num_generated_tokens
+    stream = slow_engine.add_request(make_request("long", [5] * 50, max_tokens=900))
     async with aclosing(stream):
         await anext(stream)
-    await until_idle(engine)
-    assert engine.load.running_blocks == 0
-    assert engine.load.num_generated_tokens - before < 800
+    await until_idle(slow_engine)
+    assert slow_engine.load.running_blocks == 0
+    assert slow_engine.load.num_generated_tokens - before < 800
 
 
 @on_module_loop
@@ -149,15 +170,16 @@ async def test_steps_are_counted_by_their_tokens(engine: AsyncEngine) -> None:
 
 
 @on_module_loop
-async def test_every_token_says_how_long_its_request_waited_to_run(engine: AsyncEngine) -> None:
+async def test_every_token_says_how_long_its_request_waited_to_run(slow_engine: AsyncEngine) -> None:
     began_s = time.monotonic()
-    long = [engine.add_request(make_request(f"long-{index}", [20 + index] * 9, max_tokens=2000)) for index in range(2)]
+    requests = [make_request(f"long-{index}", [20 + index] * 9, max_tokens=2000) for index in range(2)]
+    long = [slow_engine.add_request(request) for request in requests]
     first = [await anext(stream) for stream in long]
     longest_s = time.monotonic() - began_s
-    waiting = engine.add_request(make_request("waiting", [31] * 9, max_tokens=4))
+    waiting = slow_engine.add_request(make_request("waiting", [31] * 9, max_tokens=4))
     async with asyncio.timeout(60):
-        while not engine.load.num_waiting:
-            await engine.wait_load(0.5)
+        while not slow_engine.load.num_waiting:
+            await slow_engine.wait_load(0.5)
     seen_s = time.monotonic()
     await asyncio.sleep(0.05)
     waited_s = time.monotonic() - seen_s
@@ -203,10 +225,7 @@ async def test_a_connector_s_events_during_a_step_end_no_silence(
         class_path="kv_transfer.stores.files:SharedStorageConnector",
         options={"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")},
     )
-    parked, go = tmp_path / "parked", tmp_path / "parked.engine.step.go"
-    monkeypatch.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
-    monkeypatch.setenv("TANDEM_FAILPOINTS", "engine.step=park@2")
-    monkeypatch.setenv("TANDEM_FAILPOINT_FILE", str(parked))
+    parked, go = park_at_step(2, tmp_path, monkeypatch)
     engine = await AsyncEngine.start(msgspec.structs.replace(config, kv_connector=store))
     ended: list[tuple[str, float]] = []
 
@@ -261,10 +280,14 @@ async def test_threads_of_an_idle_core_sleep_on_cores_of_their_own_too(
 
 
 @on_module_loop
-async def test_a_killed_core_ends_its_streams_with_an_error(config: EngineConfig) -> None:
+async def test_a_killed_core_ends_its_streams_with_an_error(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parked, _ = park_at_step(2, tmp_path, monkeypatch)
     engine = await AsyncEngine.start(config)
     stream = engine.add_request(make_request("doomed", [5] * 9, max_tokens=900))
     await anext(stream)
+    await until(parked.exists)
     os.kill(engine.info.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="status -9"):
         async for _ in stream:
