@@ -28,7 +28,7 @@ from tests.waiting import Stopwatch
 FIRST_S, GAP_S, NUM_TOKENS, NUM_REQUESTS, SPACING_S = 0.8, 0.3, 5, 10, 0.35
 NUM_REFUSED = 2
 WITHIN = 0.02
-NUM_TRIES, MAX_STALL_S = 4, 0.05
+MAX_STALL_S = 0.05
 """A stall of the machine moves the two clients' times apart: such a run is repeated."""
 
 
@@ -108,12 +108,17 @@ async def run_both() -> tuple[Report, Seen]:
     return summarise(records, Objectives(e2e_ms=1e3 * (FIRST_S + GAP_S * (NUM_TOKENS - 1)) + 30_000)), theirs
 
 
-async def test_counts_rates_and_latencies_agree_within_two_percent() -> None:
-    for _ in range(NUM_TRIES):
+async def run_undisturbed() -> tuple[Report, Seen]:
+    """The first run without a stall."""
+    while True:
         watch = Stopwatch()
         ours, theirs = await run_both()
         if watch.stalled_s < MAX_STALL_S:
-            break
+            return ours, theirs
+
+
+async def test_counts_rates_and_latencies_agree_within_two_percent() -> None:
+    ours, theirs = await run_undisturbed()
     assert ours.num_succeeded == theirs.num_ok == NUM_REQUESTS - NUM_REFUSED
     assert ours.failures == {"RESOURCE_EXHAUSTED": NUM_REFUSED}
     assert theirs.codes == ["RESOURCE_EXHAUSTED"] * NUM_REFUSED
