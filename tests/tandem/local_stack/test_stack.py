@@ -275,6 +275,8 @@ def test_a_start_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dead_process_is_reported_and_restarted_after_a_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = time.monotonic()
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.1)
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": BECOMES_READY})
     with LocalStack(settings()) as stack:
@@ -284,8 +286,9 @@ def test_a_dead_process_is_reported_and_restarted_after_a_backoff(monkeypatch: p
         [event] = stack.supervise()
         assert "decode-0 was killed by SIGKILL; restarting in 0.1 s" in event.text
         assert event.lines == ("log of decode-0",)
+        now_s += 0.09
         assert stack.supervise() == [], "not yet"
-        time.sleep(0.11)
+        now_s += 0.02
         assert [event.text for event in stack.supervise()] == ["decode-0 was restarted"]
         stack.wait_ready("decode-0")
         assert stack.processes["decode-0"].pid != first_pid
