@@ -24,6 +24,18 @@ async def until_queued(rig: Rig, num: int) -> None:
     await until(lambda: rig.app.admission.num_queued == num)
 
 
+class OneStream:
+    """A decode instance that emits the first token of one stream, and the others when `finish` is called."""
+
+    def __init__(self) -> None:
+        self._permits = asyncio.Semaphore(1)
+        self.instance = FakeInstance("decode", behaviour=slow(permits=self._permits))
+
+    def finish(self) -> None:
+        self.instance.behaviour.permits = None
+        self._permits.release()
+
+
 async def test_a_waiting_request_is_served_when_its_turn_comes(run: Run) -> None:
     async with run(decode=[FakeInstance("decode", behaviour=slow(0.01))], admission=ONE) as rig:
         answers = await asyncio.gather(*(rig.generate() for _ in range(4)))
@@ -32,11 +44,13 @@ async def test_a_waiting_request_is_served_when_its_turn_comes(run: Run) -> None
 
 
 async def test_a_prompt_that_has_been_computed_is_no_work_ahead_of_others(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+    one = OneStream()
+    async with run(decode=[one.instance], admission=ONE) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=50))
-        await rig.decode[0].until("token")
+        await one.instance.until("token")
         await until(lambda: rig.app.admission.in_use.num_prefill_tokens == 0)
         assert rig.app.admission.in_use.num_requests == 1
+        one.finish()
         assert (await running).is_exactly(50)
 
 
@@ -111,28 +125,32 @@ async def test_further_choices_of_an_answer_that_has_begun_are_never_too_late(ru
 
 
 async def test_an_abort_ends_a_request_that_waits(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+    one = OneStream()
+    async with run(decode=[one.instance], admission=ONE) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=50))
-        await rig.decode[0].until("token")
+        await one.instance.until("token")
         waiting = asyncio.create_task(rig.generate(request_id="mine", n=2))
         await until_queued(rig, 1)
         answer = await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
         assert answer.num_aborted == 1
         assert (await waiting).finish(1).reason == common_pb2.FINISH_REASON_ABORT
         assert rig.app.admission.num_queued == 0
+        one.finish()
         assert (await running).is_exactly(50)
 
 
 async def test_a_waiting_client_that_goes_leaves_the_queue_at_once(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=ONE) as rig:
+    one = OneStream()
+    async with run(decode=[one.instance], admission=ONE) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=50))
-        await rig.decode[0].until("token")
+        await one.instance.until("token")
         call = rig.call()
         await until_queued(rig, 1)
         call.cancel()
         await until_queued(rig, 0)
         assert not running.done()
         assert rig.app.admission.num_rejected.total() == 0
+        one.finish()
         assert (await running).is_exactly(50)
 
 
@@ -165,14 +183,16 @@ async def ask_as(rig: Rig, tenant: str, **fields: Any) -> None:
 
 
 async def test_tenants_have_queues_of_their_own(run: Run) -> None:
-    async with run(decode=[FakeInstance("decode", behaviour=slow())], admission=SHORT_QUEUE) as rig:
+    one = OneStream()
+    async with run(decode=[one.instance], admission=SHORT_QUEUE) as rig:
         tasks: list[asyncio.Task[object]] = [asyncio.create_task(rig.generate(max_tokens=50))]
-        await rig.decode[0].until("token")
+        await one.instance.until("token")
         for num, tenant in enumerate(("alice", "bob"), start=1):
             tasks.append(asyncio.create_task(ask_as(rig, tenant)))
             await until_queued(rig, num)
         with pytest.raises(grpc.aio.AioRpcError, match="full"):
             await ask_as(rig, "alice")
+        one.finish()
         await asyncio.gather(*tasks)
 
 
@@ -185,15 +205,15 @@ async def test_a_priority_orders_no_other_tenants_requests_at_the_instances(run:
 
 
 async def test_without_a_key_a_clients_own_header_makes_it_no_tenant(run: Run) -> None:
-    async with run(
-        decode=[FakeInstance("decode", behaviour=slow())], admission={**SHORT_QUEUE, "tenant_key": ""}
-    ) as rig:
+    one = OneStream()
+    async with run(decode=[one.instance], admission={**SHORT_QUEUE, "tenant_key": ""}) as rig:
         tasks: list[asyncio.Task[object]] = [asyncio.create_task(rig.generate(max_tokens=50))]
-        await rig.decode[0].until("token")
+        await one.instance.until("token")
         tasks.append(asyncio.create_task(ask_as(rig, "alice")))
         await until_queued(rig, 1)
         with pytest.raises(grpc.aio.AioRpcError, match="full"):
             await ask_as(rig, "bob")
+        one.finish()
         await asyncio.gather(*tasks)
 
 

@@ -230,27 +230,34 @@ async def test_a_stop_releases_what_it_cuts_off(run: Run) -> None:
 
 
 async def test_a_full_router_rejects_at_once_with_a_hint(run: Run) -> None:
-    decode = FakeInstance("decode", behaviour=slow())
+    permits = asyncio.Semaphore(2)
+    decode = FakeInstance("decode", behaviour=slow(permits=permits))
     async with run(decode=[decode], admission={"max_requests": 2, "max_queued": 0, "retry_after_s": 3}) as rig:
         running = [asyncio.create_task(rig.generate(max_tokens=20)) for _ in range(2)]
+        await decode.until("decode", 2)
         await decode.until("token", 2)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate(timeout=10)
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         trailers = dict(tuple(raised.value.trailing_metadata() or ()))
         assert 3000 <= int(trailers["grpc-retry-pushback-ms"]) <= 4500
+        for _ in range(2 * 20 + 12):
+            permits.release()
         assert all(answer.is_exactly(20) for answer in await asyncio.gather(*running))
         assert (await rig.generate()).is_exactly(12)
 
 
 async def test_the_tokens_in_flight_are_bounded_but_no_request_is_too_big_alone(run: Run) -> None:
-    decode = FakeInstance("decode", behaviour=slow())
+    permits = asyncio.Semaphore(1)
+    decode = FakeInstance("decode", behaviour=slow(permits=permits))
     async with run(decode=[decode], admission={"max_tokens": 50, "max_queued": 0}) as rig:
         running = asyncio.create_task(rig.generate(max_tokens=20))
         await decode.until("token", 1)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await rig.generate()
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for _ in range(20):
+            permits.release()
         assert (await running).is_exactly(20)
 
 

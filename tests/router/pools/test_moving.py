@@ -100,6 +100,11 @@ def slow(**fields: object) -> Behaviour:
     return Behaviour(token_s=TOKEN_S, **fields)  # type: ignore[arg-type]
 
 
+def fewer_than(num_tokens: int) -> asyncio.Semaphore:
+    """Permits with which no stream of so many tokens ends, even if prefill emits its first one."""
+    return asyncio.Semaphore(num_tokens - 2)
+
+
 def ask_to_leave(fake: FakeInstance) -> None:
     fake.behaviour.draining = fake.behaviour.moving_out = True
 
@@ -111,7 +116,7 @@ def num_failovers(rig: Rig) -> int:
 
 @pytest.mark.parametrize("disaggregation", ["always", "never"])
 async def test_streams_go_on_elsewhere_exactly_when_they_are_asked_to(run: Run, disaggregation: str) -> None:
-    decode = decodes(slow(), slow(num_running=50))
+    decode = decodes(slow(permits=fewer_than(40)), slow(num_running=50))
     async with run(prefill=1, decode=decode, disaggregation={"mode": disaggregation}) as rig:
         asking = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(4)]
         await decode[0].until("token", 20)
@@ -149,14 +154,17 @@ async def test_a_stream_that_no_other_instance_can_take_runs_to_its_end(run: Run
 
 
 async def test_a_stream_moves_as_soon_as_another_instance_can_take_it(run: Run) -> None:
-    decode = decodes(slow(), slow(num_running=50, draining=True))
+    permits = asyncio.Semaphore(5)
+    decode = decodes(slow(permits=permits), slow(num_running=50, draining=True))
     async with run(prefill=1, decode=decode, wait=False) as rig:
         await rig.until_ready(num_decode=1)
         asking = asyncio.create_task(rig.generate(max_tokens=60))
         await decode[0].until("token", 5)
         ask_to_leave(decode[0])
-        num_before = len(decode[0].recorded("token"))
-        await decode[0].until("token", num_before + 5)
+        await until(lambda: rig.app.pools.decode.instances[0].state == "draining")
+        for _ in range(5):
+            permits.release()
+        await decode[0].until("token", 10)
         decode[1].behaviour.draining = False
         answer = await asking
         assert answer.is_exactly(60)
@@ -194,7 +202,8 @@ async def test_no_more_streams_leave_at_once_than_the_other_instance_has_room_fo
 
 
 async def test_moving_uses_up_no_retries_and_no_resumptions(run: Run) -> None:
-    decode = decodes(slow(), *(slow(num_running=50 * i) for i in range(1, 5)))
+    leaving = [slow(num_running=50 * i, permits=fewer_than(80 // 4)) for i in range(4)]
+    decode = decodes(*leaving, slow(num_running=200))
     limits = {"max_retries": 0, "max_resumptions": 0}
     async with run(prefill=1, decode=decode, failover=limits) as rig:
         asking = asyncio.create_task(rig.generate(max_tokens=80))

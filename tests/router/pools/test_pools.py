@@ -301,12 +301,17 @@ async def test_two_routers_side_by_side_are_both_right(run: Run) -> None:
 
 
 async def test_an_abort_by_label_is_one_router_s_own_business(run: Run) -> None:
-    async with run(prefill=0, decode=[FakeInstance("decode", behaviour=slow())]) as first, beside(first) as second:
+    permits = asyncio.Semaphore(6)
+    decode = [FakeInstance("decode", behaviour=slow(permits=permits))]
+    async with run(prefill=0, decode=decode) as first, beside(first) as second:
         mine, theirs = (asyncio.create_task(rig.generate(request_id="same", max_tokens=40)) for rig in (first, second))
-        await first.decode[0].until("token", 6)
+        await decode[0].until("decode", 2)
+        await decode[0].until("token", 6)
         answer = await first.stub.Abort(generation_pb2.AbortRequest(request_ids=["same"]))
         assert answer.num_aborted == 1
         assert (await mine).finish().reason == common_pb2.FINISH_REASON_ABORT
+        for _ in range(40):
+            permits.release()
         assert (await theirs).is_exactly(40)
 
 

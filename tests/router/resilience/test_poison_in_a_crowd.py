@@ -40,6 +40,11 @@ async def assert_poison_costs(rig: Rig, *, num_instances: int = 2, num_others: i
     assert num_killed(rig) == num_instances
 
 
+def permit(permits: asyncio.Semaphore, num_tokens: int) -> None:
+    for _ in range(num_tokens):
+        permits.release()
+
+
 async def _until_some_tokens(rig: Rig) -> None:
     async with asyncio.timeout(20):
         while sum(len(fake.recorded("token")) for fake in rig.decode) < 100:
@@ -122,25 +127,25 @@ async def test_what_breaks_two_instances_without_killing_them_is_rejected_as_wel
 
 async def test_streams_that_are_cut_again_and_again_are_not_rejected(run: Run) -> None:
     """Every stream is on several instances that an operator kills, some of them twice in short order."""
-    async with run(prefill=1, decode=4, pools=PATIENT, failover={"max_resumptions": 100}) as rig:
-        for fake in rig.decode:
-            fake.behaviour = Behaviour(token_s=0.01)
-        prompts = [[20 + i, *PROMPT] for i in range(12)]
+    permits, num_kills, prompts = asyncio.Semaphore(0), 12, [[20 + i, *PROMPT] for i in range(12)]
+    decode = decodes(*[Behaviour(token_s=0.01, permits=permits)] * 4)
+    async with run(prefill=1, decode=decode, pools=PATIENT, failover={"max_resumptions": 100}) as rig:
         pending = [asyncio.create_task(rig.generate(request_of(p, max_tokens=150))) for p in prompts]
-        num_kills = 0
-        while not all(task.done() for task in pending) and num_kills < 12:
-            in_turn = [rig.decode[(num_kills + i) % 4] for i in range(4)]
+        for number in range(num_kills):
+            in_turn = [decode[(number + i) % 4] for i in range(4)]
             victim = next((fake for fake in in_turn if fake.is_busy), in_turn[0])
-            with contextlib.suppress(TimeoutError):  # its streams may end before
-                await victim.until("token", len(victim.recorded("token")) + 10, timeout_s=1)
+            num_before = len(victim.recorded("token"))
+            permit(permits, 10 * len(prompts))  # in all fewer than the streams have tokens
+            with contextlib.suppress(TimeoutError):  # other instances' streams may take them
+                await victim.until("token", num_before + 10, timeout_s=1)
             await victim.kill()
-            num_kills += 1
             await asyncio.sleep(0.05)
             await victim.restart()
             await rig.until_ready()
+        assert not all(task.done() for task in pending)
+        permit(permits, 150 * len(prompts))
         for prompt, answer in zip(prompts, await asyncio.gather(*pending), strict=True):
             assert answer.is_exactly(150, prompt=prompt)
-        assert num_kills >= 8
         visited = [fake.recorded("decode") for fake in rig.decode]
         assert sum(map(len, visited)) > len(prompts) + num_kills, "each kill cut streams"
         assert rig.app.safeguards.poison.num_rejected == 0
