@@ -65,6 +65,10 @@ class Reader:
         assert isinstance(self.core._connector, NixlConnector)
         return self.core._connector
 
+    def be_patient(self) -> None:
+        """No load from now on is given up for its slowness."""
+        self.connector._loader._load_timeout_s = 60.0
+
     def hold(self, producer: PrefillProcess, name: str) -> None:
         """Have the prompt computed there, and reserve here."""
         fields = {"request_id": name, "prompt_token_ids": PROMPT, "params": GREEDY}
@@ -131,6 +135,7 @@ def make_reader(template: ProcessTemplate, checkpoint: Path, tmp_path: Path) -> 
 
 def check_serves_on(reader: Reader, expected: list[int]) -> None:
     """Another producer's pages are read as before."""
+    reader.be_patient()
     forget_all(reader.core.scheduler.kv.pool)
     other = reader.start_producer()
     reader.hold(other, "next")
