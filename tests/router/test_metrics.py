@@ -9,6 +9,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -321,12 +322,12 @@ async def test_a_router_whose_event_loop_is_blocked_reports_nothing(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("router.metrics._LOOP_TIMEOUT_S", 0.1)
-    async with run(metrics=METRICS) as rig:
-        assert rig.app.metrics_address is not None
-        scraping = asyncio.get_running_loop().run_in_executor(None, fetch, rig.app.metrics_address)
-        time.sleep(1.0)
-        with pytest.raises(urllib.error.HTTPError):
-            await scraping
+    with ThreadPoolExecutor(1) as threads:
+        async with run(metrics=METRICS) as rig:
+            assert rig.app.metrics_address is not None
+            scraping = threads.submit(fetch, rig.app.metrics_address)
+            with pytest.raises(urllib.error.HTTPError):
+                scraping.result()  # blocks the event loop
     [failed] = [record for record in caplog.records if "scrape" in record.getMessage()]
     assert failed.getMessage().endswith("TimeoutError: the event loop has not answered for 0.1 s")
     assert (failed.exc_info or None, capsys.readouterr().err) == (None, "")

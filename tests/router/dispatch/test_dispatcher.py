@@ -9,10 +9,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2
+from protos.tandem.v1 import common_pb2, decode_pb2, generation_pb2, instance_pb2
 from router.picking.placement import STEP_STRETCH
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.fakes.servicer import Servicer
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SEED, SHORT, request_of, slow
@@ -67,14 +68,22 @@ async def test_a_split_prompt_is_computed_at_one_instance_alone(run: Run) -> Non
         asked.cancel()
 
 
-async def test_the_first_token_does_not_wait_for_the_transfer(run: Run) -> None:
-    decode = FakeInstance("decode", behaviour=slow(0, load_s=0.5))
+async def test_the_first_token_does_not_wait_for_the_transfer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load, load = asyncio.Event(), Servicer._load
+
+    async def held_back(servicer: Servicer, source: decode_pb2.TransferSource) -> bool:
+        await may_load.wait()
+        return await load(servicer, source)
+
+    monkeypatch.setattr(Servicer, "_load", held_back)
+    decode = FakeInstance("decode")
     async with run(decode=[decode]) as rig:
         call = rig.call()
         first = await anext(aiter(call))
         assert not decode.recorded("loaded")
         assert list(first.tokens.token_ids) == expected_ids(PROMPT, SEED, 1)
         assert not first.tokens.HasField("finish")  # hand-over is no client's business
+        may_load.set()
         async for _ in call:
             pass
         assert decode.recorded("loaded")

@@ -454,17 +454,27 @@ def test_a_prompt_that_is_no_longer_the_same_is_noticed(router: ScriptedRouter, 
         generate()
 
 
-def test_leaving_a_stream_that_waits_for_a_router_ends_it(router: ScriptedRouter) -> None:
+def test_leaving_a_stream_that_waits_for_a_router_ends_it(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     router.calls = [(2, LOST), (0, "failed to connect to all addresses")]
+    waits, delay_s = asyncio.Event(), resumption.Resumption.delay_s
 
-    async def leave() -> float:
+    def observed(self: resumption.Resumption, error: TandemError) -> float | None:
+        if len(router.requests) == 2:
+            waits.set()
+        return delay_s(self, error)
+
+    monkeypatch.setattr(resumption.Resumption, "delay_s", observed)
+
+    async def leave() -> None:
         async with AsyncClient(router.address) as client:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.4):
-                    await client.generate("go")
-            return time.monotonic()
+            asking = asyncio.create_task(client.generate("go"))
+            await waits.wait()  # no call is under way, so the router has recorded all of them
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.sleep(0.3)
 
     asyncio.run(leave())
-    num_requests = len(router.requests)
-    time.sleep(0.3)
-    assert len(router.requests) == num_requests
+    assert len(router.requests) == 2
