@@ -195,12 +195,13 @@ def test_a_timeout_is_kept_when_the_router_is_silent() -> None:
 
 def test_waiting_ends_when_another_resize_changes_the_size(background: Background) -> None:
     background.freeze_new_instances()
-    other = threading.Timer(0.5, background.stack.desired.resize, ("decode", 1))
-    other.start()
-    result = background.pools("resize", "decode=2")
-    other.join()
-    assert result.exit_code == 1
-    assert "the desired size of the decode pool is now 1, not 2" in result.output
+    with background.begin("resize", "decode=2") as command:
+        until_line(command.stdout, "decode: 1 → 2")
+        until_line(command.stdout, " starts")
+        background.stack.desired.resize("decode", 1)
+        _, errors = command.communicate(timeout=30)
+    assert command.returncode == 1
+    assert "the desired size of the decode pool is now 1, not 2" in errors
     background.thaw_new_instances()
 
 
