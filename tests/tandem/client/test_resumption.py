@@ -48,6 +48,9 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         self.resumes = True
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.may_end = threading.Event()
+        """The last message of each call waits for it."""
+        self.may_end.set()
         self.prompts = [1]
         """The length of the prompt in each call, as `calls`."""
         # Bound to the port and not listening: no other process gets it between two starts.
@@ -76,7 +79,10 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
         self.may_answer.wait(60.0)
         num_messages, end = self.calls[min(len(self.requests), len(self.calls) - 1)]
         self.requests.append(request)
-        yield from [*self._responses(request)][:num_messages]
+        responses = [*self._responses(request)][:num_messages]
+        yield from responses[:-1]
+        self.may_end.wait(60.0)
+        yield from responses[-1:]
         if isinstance(end, ServiceError):
             context.set_trailing_metadata(trailers(end, end.message))
             context.abort(end.code, end.message)

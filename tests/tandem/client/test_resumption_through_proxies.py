@@ -52,10 +52,14 @@ async def test_a_stream_that_a_proxy_ends_goes_on(router: ScriptedRouter, kind: 
 def test_a_client_that_is_closed_resumes_nothing(router: ScriptedRouter) -> None:
     router.requests.clear()
     router.calls = [(NUM, None)]
-    with Client(router.address) as client:
-        stream = client.stream("go")
-        next(stream)
-        threading.Thread(target=client.close).start()
-        with pytest.raises(TandemError, match="CANCELLED"):
-            list(stream)
+    router.may_end.clear()
+    try:
+        with Client(router.address) as client:
+            stream = client.stream("go")
+            next(stream)
+            threading.Thread(target=client.close).start()
+            with pytest.raises(TandemError, match="CANCELLED"):
+                list(stream)
+    finally:
+        router.may_end.set()
     assert len(router.requests) == 1
