@@ -36,7 +36,9 @@ from tests.fakes.tokens import VOCAB_SIZE, text_of, token_at
 
 _TELLING_S = 0.5
 _LAST_BATCH_S = 0.02
-"""What was emitted before a death is out by then."""
+"""For routers to read what was written before a death."""
+_WRITE_S = 5.0
+"""Before a death, for what was emitted to be written, at the most: a router may not read."""
 _ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
 
 
@@ -139,11 +141,22 @@ class FakeInstance:
     def die(self, after_s: float = 0.0) -> None:
         """`kill`, from inside a call."""
 
+        dying = self._server
+
         async def kill() -> None:
+            await self._wait_written()
             await asyncio.sleep(after_s)
-            await self.kill()
+            if self._server is dying:
+                await self.kill()
 
         self._deaths.add(asyncio.create_task(kill()))
+
+    async def _wait_written(self) -> None:
+        """Returns when what was emitted on token streams is written."""
+        writing = asyncio.gather(*(stream._wait_written() for stream in self.token_streams._open.values()))
+        awaited: set[asyncio.Future[Any]] = {writing, *self.open_streams}  # one that has ended writes no more
+        await asyncio.wait(awaited, timeout=_WRITE_S, return_when=asyncio.FIRST_COMPLETED)
+        writing.cancel()
 
     def break_token_streams(self) -> None:
         """They end, and the calls on them, while the connections live."""

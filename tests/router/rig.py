@@ -82,11 +82,20 @@ class Rig:
         timeout = fields.pop("timeout", TIMEOUT_S)
         return self.stub.Generate(request or request_of(**fields), timeout=timeout)
 
-    async def generate(self, request: generation_pb2.GenerateRequest | None = None, **fields: Any) -> Answer:
-        """A whole answer."""
+    async def generate(
+        self,
+        request: generation_pb2.GenerateRequest | None = None,
+        *,
+        permits: asyncio.Semaphore | None = None,
+        **fields: Any,
+    ) -> Answer:
+        """A whole answer. `permits` are those of an instance: each token that the client reads releases one."""
         call, answer = self.call(request, **fields), Answer()
         async for response in call:
             answer.responses.append(response)
+            if permits is not None:
+                for _ in response.tokens.token_ids:
+                    permits.release()
         answer.trailers = {str(key): str(value) for key, value in await call.trailing_metadata() or ()}
         return answer
 

@@ -20,8 +20,9 @@ from tests.waiting import until
 
 @pytest.mark.parametrize("position", [1, 2, 7, 19])
 async def test_a_stream_continues_exactly_when_its_decode_instance_dies(run: Run, position: int) -> None:
-    async with run(prefill=1, decode=decodes(Behaviour(die_at=position), busy())) as rig:
-        answer = await rig.generate(max_tokens=20)
+    permits = asyncio.Semaphore(0)  # it dies when the client has read every token before; the first is a prefill's
+    async with run(prefill=1, decode=decodes(Behaviour(die_at=position, permits=permits), busy())) as rig:
+        answer = await rig.generate(max_tokens=20, permits=permits)
         assert rig.decode[0].recorded("died")
         assert answer.is_exactly(20)
         assert answer.finish().usage.completion_tokens == 20
@@ -61,11 +62,12 @@ async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_inst
 
 @pytest.mark.parametrize("disaggregation", ["always", "never"])
 async def test_logprobs_have_no_gap_where_the_stream_moves(run: Run, disaggregation: str) -> None:
-    decode = decodes(Behaviour(die_at=5), busy())
+    permits = asyncio.Semaphore(disaggregation == "never")  # for the first token
+    decode = decodes(Behaviour(die_at=5, permits=permits), busy())
     async with run(prefill=1, decode=decode, disaggregation={"mode": disaggregation}) as rig:
         wanted = request_of(max_tokens=9)
         wanted.sampling.MergeFrom(common_pb2.SamplingParams(logprobs=0, presence_penalty=1.0))
-        answer = await rig.generate(wanted)
+        answer = await rig.generate(wanted, permits=permits)
         positions = [position.candidates[0] for chunk in answer.chunks() for position in chunk.logprobs]
         assert [one.token_id for one in positions] == answer.ids()
         assert [one.logprob for one in positions] == [-0.5 * position for position in range(9)]
