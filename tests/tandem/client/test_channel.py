@@ -26,6 +26,7 @@ from tandem.client.channel import ROUTER_SERVICE, ClientChannel, router_target
 from tandem.client.credentials import PLAINTEXT
 from tandem.client.errors import ConnectionLost
 from tandem.client.here import is_here
+from tests.waiting import wait_until
 
 
 class Router(generation_pb2_grpc.GenerationServiceServicer):
@@ -56,6 +57,10 @@ class Router(generation_pb2_grpc.GenerationServiceServicer):
                 chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
             yield generation_pb2.GenerateResponse(tokens=chunk, model=self.name)
 
+    def begin_to_refuse(self) -> None:
+        """`num_requests` counts from now on."""
+        self.refuses, self.num_requests = True, 0
+
     @contextmanager
     def serving(self, at: str = "127.0.0.1:0") -> Iterator[Router]:
         server: Any = grpc.server(ThreadPoolExecutor(32))  # the stubs are typed for asyncio alone
@@ -84,8 +89,15 @@ def addresses(several: list[Router]) -> list[str]:
     return [router.address for router in several]
 
 
+def wait_connected(client: Client) -> None:
+    """Returns when both routers have answered: one that is not ready yet for this client gets nothing."""
+    models = {client.generate("go").model}
+    wait_until(lambda: len(models | {client.generate("go").model}) == 2, f"only {models} answers")
+
+
 def test_several_routers_share_the_requests(two: list[Router]) -> None:
     with Client(addresses(two)) as client:
+        wait_connected(client)
         models = [client.generate("go").model for _ in range(20)]
     assert {"left", "right"} == set(models)
 
@@ -153,8 +165,9 @@ def test_addresses_of_network_interfaces_are_on_this_machine(monkeypatch: pytest
 
 
 def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:
-    two[0].refuses = True
     with Client(",".join(addresses(two))) as client:
+        wait_connected(client)
+        two[0].begin_to_refuse()
         answers = [client.generate("go") for _ in range(10)]
     assert [(answer.model, answer.text) for answer in answers] == [("right", "ab")] * 10
     assert two[0].num_requests, "no request was sent to it, so nothing was retried"
@@ -162,15 +175,19 @@ def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Rou
 
 def test_a_long_request_is_answered_by_the_other_router_too(two: list[Router]) -> None:
     """By default gRPC keeps no request of more than 256 KiB for a retry."""
-    two[0].refuses = True
     with Client(addresses(two)) as client:
+        wait_connected(client)
+        two[0].begin_to_refuse()
         assert [client.generate("a" * size).model for size in (300_000, 4_000_000) * 5] == ["right"] * 10
     assert two[0].num_requests
 
 
 async def test_the_asyncio_client_does_the_same(two: list[Router]) -> None:
-    two[1].refuses = True
-    async with AsyncClient(addresses(two)) as client:
+    async with AsyncClient(addresses(two)) as client, asyncio.timeout(60):
+        models = set[str]()
+        while len(models) < 2:
+            models.add((await client.generate("go")).model)
+        two[1].begin_to_refuse()
         assert [(await client.generate("go")).model for _ in range(10)] == ["left"] * 10
     assert two[1].num_requests
 
