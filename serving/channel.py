@@ -3,13 +3,13 @@
 A TLS channel follows its files: running calls keep their connection, new calls use the new certificate. In the same way
 a channel to a name follows its addresses.
 
-    connected ──the files change, or no peer serves──▶ connected, a successor connects
-                                                           └──it is ready, or the old one is not──▶ replaced
+    connected ──the files change, or no peer serves──▶ connected, a successor connects ──it is ready──▶ replaced
                                                        the old one ──its last call ends──▶ closed
 
 gRPC's channel credentials are fixed for the life of a channel (docs/security.md lists what was tried), so each state of
 the files gets a channel. The old connection serves until its successor is ready: no call waits for a handshake, and
-files that the peer rejects break no working connection.
+files that the peer rejects break no working connection. While the old one is not connected, calls try the successor
+until it has failed.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class _Connection:
         self.material = material
         self.channel = channel
         self.num_calls = 0
+        self.has_failed = False
+        """Of a successor: an attempt to connect has failed."""
         self.is_retired = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -160,9 +162,9 @@ class ReloadingChannel(grpc.aio.Channel):
         newest = self._successor or self._current
         if not self._is_closed and (material is not newest.material or self._may_be_elsewhere(newest)):
             self._prepare_successor(material)
-        if self._successor is not None and not _is_ready(self._current):
-            self._replace_current(self._successor)
-        return self._current
+        if (successor := self._successor) is None or _state(self._current) is grpc.ChannelConnectivity.READY:
+            return self._current
+        return self._current if successor.has_failed else successor
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self.connection().channel.get_state(try_to_connect)
@@ -211,31 +213,33 @@ class ReloadingChannel(grpc.aio.Channel):
         which drains lasts as long as its streams do."""
         if self._redial is None:
             return False
-        state, states = newest.channel.get_state(), grpc.ChannelConnectivity
+        state, states = _state(newest), grpc.ChannelConnectivity
         now_s = asyncio.get_running_loop().time()
         return self._redial.is_due(now_s, is_ready=state is states.READY, is_failed=state is states.TRANSIENT_FAILURE)
 
     def _prepare_successor(self, material: TlsMaterial | None) -> None:
         if self._successor is not None:
-            self._successor.retire()
+            self._retire(self._successor)
         if self._promoting is not None:
             self._promoting.cancel()
         self._successor = _Connection(material, self._dial(material))
         self._promoting = asyncio.get_running_loop().create_task(self._promote(self._successor))
 
     async def _promote(self, successor: _Connection) -> None:
-        await successor.channel.channel_ready()
+        while (state := _state(successor, connect=True)) is not grpc.ChannelConnectivity.READY:
+            successor.has_failed |= state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+            await successor.channel.wait_for_state_change(state)
         if self._successor is successor:
-            self._replace_current(successor)
+            self._retire(self._current)
+            self._current, self._successor = successor, None
 
-    def _replace_current(self, successor: _Connection) -> None:
-        self._old = {one for one in (*self._old, self._current) if one.num_calls}
-        self._current.retire()
-        self._current, self._successor = successor, None
+    def _retire(self, connection: _Connection) -> None:
+        self._old = {one for one in (*self._old, connection) if one.num_calls}
+        connection.retire()
 
 
-def _is_ready(connection: _Connection) -> bool:
-    return connection.channel.get_state() is grpc.ChannelConnectivity.READY
+def _state(connection: _Connection, *, connect: bool = False) -> grpc.ChannelConnectivity:
+    return connection.channel.get_state(connect)
 
 
 # Networks where plaintext is allowed. Not among them: link-local addresses, one of which serves a cloud machine's

@@ -225,6 +225,8 @@ class Connection:
     num_calls: int = 0
     is_settled: threading.Event = field(default_factory=threading.Event)
     """Of a successor: its first attempt to connect has ended, or the client was closed."""
+    has_failed: bool = False
+    """Of a successor: its first attempt has failed."""
 
     def settle(self) -> None:
         """Connects; `is_settled` follows."""
@@ -237,18 +239,20 @@ class Connection:
     def _on_state(self, state: grpc.ChannelConnectivity) -> None:
         if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
             self.channel.unsubscribe(self._on_state)
+            self.has_failed = state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
             self.is_settled.set()
 
 
 class ClientChannel:
     """A blocking channel that follows the TLS files, and where it is one of a name, its addresses. Thread-safe.
 
-        connected ──the files change──▶ connected, a successor connects ──it is ready, or the old one fails──▶ replaced
+        connected ──the files change──▶ connected, a successor connects ──it is ready, or has to be tried──▶ replaced
             └──none of the routers that it knows serves──▶ replaced
         the old one ──its last call ends──▶ closed
 
-    The calls that come after a change wait for the successor's first handshake. If the router rejects it, the old
-    connection serves on while the successor goes on trying.
+    The calls that come after a change wait for the successor's first handshake. If that fails, the old connection
+    serves on, and connects again where it has to, while the successor goes on trying. A successor that has not failed
+    is used where the old connection has.
 
     gRPC asks for a name's addresses again when a connection ends. That of a router that drains lasts as long as its
     streams do, while the router does not take new calls.
@@ -263,7 +267,7 @@ class ClientChannel:
         self._lock = threading.RLock()
         """Reentrant: the garbage collector may end an abandoned call on a thread that holds it."""
         self.closed = threading.Event()
-        self._current = self._connect()
+        self._current = self._connect(self._material())
         self._successor: Connection | None = None
         """With newer files."""
         self._retired: set[Connection] = set()
@@ -304,12 +308,12 @@ class ClientChannel:
         with self._lock:
             self._check_open()
             if self._may_be_elsewhere():
-                self._replace_current(self._connect())
-            newest = self._successor or self._current
-            if self._files is not None and self._files.current() is not newest.material:
+                self._replace_current(self._connect(self._current.material))
+            newest, material = self._successor or self._current, self._material()
+            if material is not newest.material:
                 if self._successor is not None:
                     self._successor.close()
-                successor = self._connect()
+                successor = self._connect(material)
                 successor.settle()
                 self._successor = successor
             return self._successor
@@ -319,11 +323,17 @@ class ClientChannel:
             self._check_open()
             if self._successor is not None and (
                 _state(self._successor.channel, connect=True) is grpc.ChannelConnectivity.READY
-                or _state(self._current.channel, connect=True) in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, None)
+                or (not self._successor.has_failed and not self._may_connect(self._current))
             ):
                 self._replace_current(self._successor)
             self._current.num_calls += 1
             return self._current
+
+    @staticmethod
+    def _may_connect(connection: Connection) -> bool:
+        """False: it has failed, or its state is unknown."""
+        state = _state(connection.channel, connect=True)
+        return state not in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, None)
 
     def _replace_current(self, successor: Connection) -> None:
         if self._successor is not None and self._successor is not successor:
@@ -344,8 +354,10 @@ class ClientChannel:
             time.monotonic(), is_ready=state is states.READY, is_failed=state is states.TRANSIENT_FAILURE
         )
 
-    def _connect(self) -> Connection:
-        material = None if self._files is None else self._files.current()
+    def _material(self) -> TlsMaterial | None:
+        return None if self._files is None else self._files.current()
+
+    def _connect(self, material: TlsMaterial | None) -> Connection:
         channel = self._dial(material)
         return Connection(channel, generation_pb2_grpc.GenerationServiceStub(channel), material)  # type: ignore[arg-type]
 

@@ -28,9 +28,12 @@ NOT_REACHED = "no router answers"
 """Begins the messages about a connection that could not be made."""
 _NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|resol", re.IGNORECASE)
 _CONNECTION_LOST = re.compile(
-    "socket closed|connection (reset|closed)|broken pipe|goaway|ping timeout|cancelling all calls", re.IGNORECASE
+    "socket closed|connection (reset|closed)|broken pipe|goaway|timeout|timed out|no route to host|unreachable"
+    "|cancelling all calls",
+    re.IGNORECASE,
 )
-"""In gRPC's own texts; the last one is of a server that ends calls itself, since their handlers have not."""
+"""In gRPC's own texts, with those of the system about a host that is gone; the last one is of a server that ends calls
+itself, since their handlers have not."""
 _PROBE_TIMEOUT_S = 2.0
 _MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "UNAUTHENTICATED"})
 """Of the caller: the message says all of it, and the router's log no more."""

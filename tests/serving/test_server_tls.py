@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -21,7 +21,7 @@ import serving.server
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
 from serving.auth import certificate_authorizer
-from serving.channel import ReloadingChannel, open_channel
+from serving.channel import ReloadingChannel, channel_options, open_channel
 from serving.errors import Unauthenticated
 from serving.server import HealthSettings, Server, ServerSettings, ServerTls
 from serving.tls import TlsMaterial
@@ -180,6 +180,38 @@ async def test_files_that_the_peer_does_not_accept_break_nothing_that_stands(
     assert isinstance(channel, ReloadingChannel)
     await until(lambda: material_of(channel).chain == secured.client_files.certificate.read_bytes())
     assert await ask(channel)
+
+
+async def test_files_that_the_peer_does_not_accept_break_no_idle_channel(secured: Secured, authority: StackCa) -> None:
+    server = await secured.start()
+    options = (*channel_options(PATIENT), ("grpc.client_idle_timeout_ms", 1000))
+    channel = await secured.channel(server, secured.client_files, options=options)
+    assert isinstance(channel, ReloadingChannel)
+    assert await ask(channel)
+    current = channel.connection()
+    await until(lambda: current.channel.get_state() is grpc.ChannelConnectivity.IDLE)
+    secured.client_files.replace(StackCa("stranger").issue("client"))
+    with suppress(grpc.aio.AioRpcError):  # the first call finds out
+        await ask(channel)
+    await until(lambda: channel.connection() is current)
+    for _ in range(3):
+        assert await ask(channel)
+    secured.client_files.replace(authority.issue("client"))
+    assert await ask(channel)
+    await until(lambda: material_of(channel).chain == secured.client_files.certificate.read_bytes())
+
+
+async def test_an_idle_channel_whose_certificate_has_expired_has_a_new_one(
+    secured: Secured, authority: StackCa
+) -> None:
+    server = await secured.start()
+    good = secured.client_files.certificate.read_bytes(), secured.client_files.key.read_bytes()
+    secured.client_files.replace(authority.issue("client", **long_ago()))
+    channel = await secured.channel(server, secured.client_files)  # not connected
+    secured.client_files.certificate.write_bytes(good[0])
+    secured.client_files.key.write_bytes(good[1])
+    for _ in range(3):
+        assert await ask(channel)
 
 
 async def test_an_expired_certificate_is_logged_without_calls(

@@ -109,6 +109,14 @@ async def _answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
             "Cancelling all calls",
             "the connection to the router at a:1 broke (Cancelling all calls): send the request again",
         ),
+        *(
+            (
+                grpc.StatusCode.UNAVAILABLE,
+                text,
+                f"the connection to the router at a:1 broke ({text}): send the request again",
+            )
+            for text in ("recvmsg:Connection timed out", "recvmsg:No route to host", "sendmsg:Network is unreachable")
+        ),
     ],
 )
 def test_an_error_says_what_to_do(code: grpc.StatusCode, details: str, explained: str) -> None:

@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -85,13 +85,13 @@ class Running:
 
 
 @contextmanager
-def serving(files: Files | None, *, require_client_cert: bool = False) -> Iterator[Running]:
+def serving(files: Files | None, *, require_client_cert: bool = False, port: int = 0) -> Iterator[Running]:
     echo, started, stop = Echo(), threading.Event(), threading.Event()
     addresses: list[str] = []
 
     async def serve() -> None:
         tls = None if files is None else ServerTls(files.tls(), require_client_cert)
-        server = Server(ServerSettings(drain_accept_s=0.0), tls=tls)
+        server = Server(ServerSettings(port=port, drain_accept_s=0.0), tls=tls)
         await server.register(SERVICE, echo)
         await server.start()
         addresses.append(server.address)
@@ -227,6 +227,28 @@ def test_a_certificate_that_the_router_rejects_breaks_no_idle_client(
         client_files.replace(authority.issue("client", ("127.0.0.1",)))
         client.model_info()
         assert client._channel._current.channel is not current, "the good certificate has no connection"
+
+
+def test_a_certificate_that_the_router_rejects_breaks_no_client_of_one_that_restarts(
+    server_files: Files, client_files: Files
+) -> None:
+    with serving(server_files, require_client_cert=True) as running:
+        client = Client(running.address, credentials=client_files.credentials(), retries=0)
+        client.model_info()
+        client_files.replace(StackCa("another").issue("client", ("127.0.0.1",)))
+        client.model_info()
+    with client:
+        current = client._channel._current.channel
+
+        def is_answered() -> bool:
+            with suppress(TandemError):
+                return client.model_info().model == "echo"
+            return False
+
+        wait_until(lambda: not is_answered() and channel._state(current) is grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+        assert not is_answered()
+        with serving(server_files, require_client_cert=True, port=int(running.address.rpartition(":")[2])):
+            wait_until(is_answered)
 
 
 def test_a_call_has_what_a_new_connection_leaves_of_its_time(
