@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.core.messages import EngineRequest
 from engine.errors import NotSupported
 from engine.scheduling.drafts import Drafter
 from engine.scheduling.request import Request
@@ -197,6 +198,7 @@ def test_constrained_and_free_streams_in_one_batch_change_nothing(options: dict[
     llm = make_llm(MODEL_DIR, num_speculative_tokens=5, **options)
     num_admitted, llm.core.scheduler.drafter = llm.core.scheduler.drafter._num_admitted, Drafter()
     expected = generate(llm, prompts, CONSTRAINED, ignore_eos=False)
+    num_preemptions = llm.core.load.num_preemptions
     draft_what_came(llm, prompts, expected)
     if is_checked:
         llm.core.scheduler.drafter._num_admitted = num_admitted
@@ -204,7 +206,20 @@ def test_constrained_and_free_streams_in_one_batch_change_nothing(options: dict[
     counters = llm.core.scheduler.counters
     assert counters.num_accepted_tokens > 300
     assert counters.num_draft_tokens - counters.num_accepted_tokens > 100
-    assert (llm.core.load.num_preemptions > 0) == bool(options)
+    assert (llm.core.load.num_preemptions > num_preemptions) == bool(options)
+
+
+def test_an_engine_drafts_only_what_constraints_admit() -> None:
+    llm, params = LLM(MODEL_DIR, num_speculative_tokens=5), SamplingParams(regex="a+b")
+    assert params.constraint is not None
+    grammar = llm.core._grammars.compiled(params.constraint)
+    grammar.result()
+    spec = EngineRequest(request_id="r", prompt_token_ids=[1], params=params, eos_token_ids=(0,))
+    request = Request.from_spec(spec, arrival=0, fingerprint="00", grammar=grammar)
+    assert llm.tokenizer is not None
+    a, b, c = (llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+    num_admitted = llm.core.scheduler.drafter._num_admitted
+    assert [num_admitted(request, draft) for draft in ([a, a, c, a], [a, b, a], [b])] == [2, 2, 0]
 
 
 def test_looked_up_drafts_of_constrained_streams_change_nothing() -> None:

@@ -21,13 +21,13 @@ from tests.engine.sampling.test_penalties import VOCAB, random_params
 from tests.engine.sampling.test_whitespace import END, LIMIT, REASONED, SCHEMAS, VOCABULARY, both
 
 NUM_FOLLOWED = 12
-WORDS = ((3,), (1, 2), (1, 1, 4), (2, 2, 2, 5))
+WORDS = ((3,), (1, 2), (1, 1, 4), (2, 2, 2, 5), (1, 1, 1, 1, 1, 6), (2, 2, 2, 2, 2, 2, 7))
 
 
 def request(output: list[int], grammar: CompiledGrammar | None = None, eos: int = END, **params: Any) -> Request:
     spec = EngineRequest(
         request_id="r",
-        prompt_token_ids=[1, 2],
+        prompt_token_ids=[1],
         output_token_ids=output,
         params=SamplingParams(**params),
         eos_token_ids=(eos,),
@@ -45,8 +45,8 @@ def rows_of(one: Request, draft: list[int]) -> list[LogitsRow]:
 
 def test_adjustments_behind_drafted_tokens_are_those_behind_an_output() -> None:
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
-    for _ in range(60):
-        few = range(rng.choice([3, VOCAB]))
+    for _ in range(300):
+        few = range(1, rng.choice([2, 3, VOCAB]))
         output, draft = ([rng.choice(few) for _ in range(rng.randrange(8))] for _ in range(2))
         params = {**random_params(rng), "bad_word_ids": WORDS}
         one, changes = request(output, **params), LogitAdjustments()
