@@ -59,7 +59,7 @@ class DrainController:
         self._health.begin_draining()
         self.draining = True
         _announce(publish, f"not ready, accepting for {accept_s:g} s more")
-        await asyncio.sleep(accept_s)
+        await self._accept_for(accept_s)
         self.limit(grace_s)
         self._calls.begin_draining()
         _announce(publish, f"refusing, {self._pending()} to finish")
@@ -71,6 +71,9 @@ class DrainController:
             return True
         _log.warning("the grace is over: %s are cut off", self._pending())
         return False
+
+    async def _accept_for(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     async def _finished(self, before_end_s: float) -> bool:
         """Returns True as soon as nothing is pending, False `before_end_s` before the end of the grace."""

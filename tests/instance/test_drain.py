@@ -66,9 +66,19 @@ async def within(awaitable: Awaitable[Any]) -> Any:
     return await asyncio.wait_for(awaitable, HANG_S)
 
 
-async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while(folder: Path) -> None:
+async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = {"drain_accept_s": 3.0, "drain_grace_s": 10.0}
+    is_over = asyncio.Event()
+    accepted_s: list[float] = []
+
+    async def accept_for(seconds: float) -> None:
+        accepted_s.append(seconds)
+        await is_over.wait()
+
     async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
+        monkeypatch.setattr(rig.server._drain, "_accept_for", accept_for)
         reported: list[str] = []
         health = health_pb2_grpc.HealthStub(rig.channel).Watch(
             health_pb2.HealthCheckRequest(service=DECODE_SERVICE.full_name)
@@ -97,6 +107,8 @@ async def test_a_drain_is_reported_at_once_and_requests_are_accepted_for_a_while
         await within(watching)
         assert sorted(reported) == ["health", "load"]
         second = await decoding(rig, "r2")  # a router without the report is served
+        assert accepted_s == [3.0]
+        is_over.set()
         await until(lambda: rig.server.grpc_server.calls.draining)
         error = await refusal(rig.decode.Decode(only_start("r3")))
         assert (error.code(), (error.details() or "").startswith("draining")) == (grpc.StatusCode.UNAVAILABLE, True)

@@ -138,9 +138,11 @@ def test_a_router_that_is_alone_goes_on_after_its_restart(killable: Stack, quest
     rig = killable.rig
     router = rig.stack.processes["router"]
     before = num_resumed(router.spec.log_file.read_text())
-    with Load([rig.address], questions, num_clients=6) as load:
-        load.wait_running(5)
+    with killable.stopped_at("decoding") as stop, Load([rig.address], questions, num_clients=6) as load:
+        stop.wait()
+        load.wait_running(5)  # each will stop at its decode instance: none can end
         router.kill()
+        stop.release()
         rig.stack.restart("router")
         load.wait_running(1)
     load.assert_exact()

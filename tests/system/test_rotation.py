@@ -19,6 +19,7 @@ from tandem.local_stack.pki import StackCa
 from tests.certificates import HOSTS, replace
 from tests.lively import rig_settings
 from tests.system.checker import wait_idle
+from tests.system.health_checks import answered_health
 from tests.system.load import Load
 from tests.system.questions import make_questions
 from tests.system.rig import Rig
@@ -71,8 +72,10 @@ def log_of(rig: Rig, member: str) -> str:
 
 def wait_for_answers(load: Load, change: Callable[[], None]) -> None:
     """Makes the change; returns when all requests that ran then have ended, and as many that were sent after it."""
-    under_way = [outcome for outcome in list(load.outcomes) if not outcome.is_over]
-    assert any(outcome.arrivals for outcome in under_way), "no stream ran: the change proves nothing"
+    wait_until(
+        lambda: any(outcome.arrivals and not outcome.is_over for outcome in list(load.outcomes)),
+        "no stream runs: the change would prove nothing",
+    )
     change()
     num_asked = len(load.outcomes)
     wait_until(
@@ -114,7 +117,7 @@ def test_certificates_and_the_ca_are_rotated_under_load(rig: Rig, llm: LLM, tmp_
     before = Credentials(old / "ca.crt", old / "operator.crt", old / "operator.key")
     for address in (rig.stack.address, *rig.stack.instances.values()):
         assert health(address, "", credentials=before).startswith(SILENT)
-        assert health(address, "", credentials=rig.stack.credentials) == "ready"
+        assert answered_health(address, rig.stack.credentials) == "ready"
     for member in ("router", *rig.stack.instances):
         num_taken = log_of(rig, member).count("the TLS certificate in")
         assert num_taken > NUM_ROUNDS, f"{member} has taken no new files"

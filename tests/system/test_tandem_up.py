@@ -17,8 +17,10 @@ import pytest
 
 from tandem import Client, TandemError
 from tandem.client.credentials import PLAINTEXT
+from tandem.client.health import NOT_READY
 from tandem.client.registry import running_stacks, sweep
 from tests.process_logs import LOGS
+from tests.system.health_checks import LATE
 from tests.waiting import wait_until
 
 END_WITHIN_S = 10.0
@@ -58,6 +60,17 @@ class Up:
         """Another `tandem` command of the same user."""
         command = [sys.executable, "-m", "tandem.cli", *args]
         return subprocess.run(command, capture_output=True, text=True, env=self.env, timeout=60)
+
+    def doctor(self) -> subprocess.CompletedProcess[str]:
+        """`tandem doctor --quick`, repeated while a member is late, or not ready since another one was."""
+        answers: list[subprocess.CompletedProcess[str]] = []
+
+        def is_settled() -> bool:
+            answers.append(self.tandem("doctor", "--quick"))
+            return not any(f"{state} at " in answers[-1].stdout for state in (LATE, NOT_READY))
+
+        wait_until(is_settled, lambda: answers[-1].stdout)
+        return answers[-1]
 
     def end(self, signum: int) -> float:
         """Signals it; returns the seconds until it has ended. Then the logs of its processes are read."""
@@ -128,7 +141,7 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     assert "12 tokens" in answer.stderr
     chat = up.tandem("generate", "--chat", "What is a tandem?", "--max-tokens", "12")
     assert chat.returncode == 0, chat.stderr
-    doctor = up.tandem("doctor", "--quick")
+    doctor = up.doctor()
     assert doctor.returncode == 0, doctor.stdout
     assert re.search(r"decode-0 +ready at 127.0.0.1:\d+, (bfloat16|float32), 0 running", doctor.stdout), doctor.stdout
     [stack] = running_stacks()

@@ -25,6 +25,7 @@ from tests.engine_under_test import BLOCK_SIZE
 from tests.files_below import files_below
 from tests.lively import random_prompt, rig_settings
 from tests.system.checker import assert_same_answer
+from tests.system.health_checks import answered_health
 from tests.system.reference import Reference
 from tests.system.rig import Rig
 from tests.system.test_tandem_up import Up
@@ -109,7 +110,7 @@ def test_operators_have_tokens_of_their_own(rig: Rig, tmp_path: Path) -> None:
 
 def test_instances_reject_clients_without_a_certificate_of_the_stack(rig: Rig) -> None:
     for address in rig.stack.instances.values():
-        assert health(address, "", credentials=rig.stack.credentials) == READY
+        assert answered_health(address, rig.stack.credentials) == READY
         assert health(address, "", credentials=credentials(rig)).startswith(SILENT)
         assert health(address, "").startswith(SILENT)
 
@@ -140,11 +141,13 @@ def test_up_with_tls_configures_all_commands(short_folder: Path) -> None:
             (("generate", "Once upon a time", "--max-tokens", "8"), ""),
             (("generate", "Once upon a time", "--max-tokens", "8", "--address", stack["address"]), ""),
             (("pools",), "decode-0"),
-            (("doctor", "--quick"), "prefill-0"),
         ):
             answer = up.tandem(*arguments)
             assert answer.returncode == 0, answer.stderr
             assert expected in answer.stdout
+        doctor = up.doctor()
+        assert doctor.returncode == 0, doctor.stdout
+        assert "prefill-0" in doctor.stdout
         [line] = [line for line in up.lines if "curl --cacert" in line]
         _, _, ca_file, url, *_ = line.split()
         models = httpx.get(url.replace("chat/completions", "models"), verify=ssl.create_default_context(cafile=ca_file))

@@ -232,7 +232,12 @@ def test_a_selector_stays_what_it_is() -> None:
 
 
 def progress(store: Store) -> str:
-    conditions = (store.get("Deployment", "web").get("status") or {}).get("conditions") or ()
+    return reason_of(store.get("Deployment", "web"))
+
+
+def reason_of(deployment: Object) -> str:
+    """Of its condition `Progressing`; empty: it has none."""
+    conditions = (deployment.get("status") or {}).get("conditions") or ()
     return next((str(one["reason"]) for one in conditions if one["type"] == "Progressing"), "")
 
 
@@ -245,10 +250,12 @@ async def test_a_rollout_without_progress_fails_at_its_deadline_and_a_finished_o
         kube.store.changed(kube.store.get("Deployment", "web"), lambda new: new["spec"].update(replicas=3))
         await kube.until(lambda _: len(kube.pods("web")) == 3)
         change = {"annotations": {"checksum": "2"}}
-        web = kube.store.get("Deployment", "web")
+        web, revision = kube.store.get("Deployment", "web"), kube.store.revision
         kube.store.changed(web, lambda new: new["spec"]["template"]["metadata"].update(change))
-        await kube.until(lambda store: progress(store) == "ReplicaSetUpdated")
         await kube.until(lambda store: progress(store) == "ProgressDeadlineExceeded")
+        # In the log: as times are whole seconds, the deadline may pass before anything else gets a turn.
+        reasons = [reason_of(event.object) for event in kube.store.since(revision) if event.kind.kind == "Deployment"]
+        assert reasons.index("ReplicaSetUpdated") < reasons.index("ProgressDeadlineExceeded")
         runtime.unready.clear()
 
 

@@ -138,7 +138,8 @@ def test_frozen_server_is_one_time_out_for_all_requests(server: ServerProcess) -
     timeout_s, num_threads = 3.0, 6
     with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, timeout_s=10.0))) as patient:
         patient.put(key_of(1), (HEADER, PAGE))
-    with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, timeout_s=timeout_s))) as store:
+    options = LMCacheOptions(url=server.url, timeout_s=timeout_s, breaker_retry_s=3600.0)
+    with contextlib.closing(LMCacheServer(options)) as store:
         server.freeze()
         reasons: list[str] = []
 

@@ -45,7 +45,7 @@ class Load:
 
     def __enter__(self) -> Load:
         self._thread.start()
-        self.wait_for_hit(2.0)
+        self.wait_for_hit(60.0)
         return self
 
     def __exit__(self, *_: object) -> None:
