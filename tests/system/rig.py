@@ -26,7 +26,6 @@ import grpc
 
 from protos.tandem.v1 import instance_pb2, instance_pb2_grpc
 from tandem.client.channel import open_blocking_channel
-from tandem.client.health import load
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
 from tests.grpc_calls import blocking_stub
@@ -35,6 +34,8 @@ from tests.waiting import wait_until
 
 ARRIVAL_TIMEOUT_S = 30.0
 REPORT_TIMEOUT_S = 60.0
+LOOK_TIMEOUT_S = 2.0
+"""For a report of an instance that may be silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ class Rig:
         if not self.stack.processes[member].ready:
             return False  # a channel to a closed port costs much more than this look
         try:
-            epoch = self.load(member).instance_epoch
+            epoch = self.load(member, LOOK_TIMEOUT_S).instance_epoch
         except grpc.RpcError:
             return False
         log = self.stack.processes["router"].spec.log_file.read_text().splitlines()
@@ -215,9 +216,10 @@ class Rig:
         logs = {name: process.spec.log_file.read_text() for name, process in self.stack.processes.items()}
         return Counter({name: len(exceptions_in(log)) for name, log in logs.items()})
 
-    def load(self, member: str) -> instance_pb2.WatchLoadResponse:
-        """The next load report of an instance."""
-        return load(self.stack.instances[member], credentials=self.stack.credentials)
+    def load(self, member: str, timeout_s: float = REPORT_TIMEOUT_S) -> instance_pb2.WatchLoadResponse:
+        """The next load report of an instance; raises grpc.RpcError where none comes within `timeout_s`."""
+        with ExitStack() as streams:
+            return next(self._watch(self.stack.instances[member], streams, timeout_s))
 
     def loads(self) -> dict[str, instance_pb2.WatchLoadResponse]:
         """The next load report of every instance that answers."""
@@ -244,11 +246,13 @@ class Rig:
                         raise
         return found
 
-    def _watch(self, address: str, streams: ExitStack) -> Iterator[instance_pb2.WatchLoadResponse]:
+    def _watch(
+        self, address: str, streams: ExitStack, timeout_s: float = REPORT_TIMEOUT_S
+    ) -> Iterator[instance_pb2.WatchLoadResponse]:
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
         channel = streams.enter_context(open_blocking_channel(address, options, self.stack.credentials))
         stub = blocking_stub(instance_pb2_grpc.InstanceServiceStub, channel)
-        call: Any = stub.WatchLoad(instance_pb2.WatchLoadRequest(), timeout=REPORT_TIMEOUT_S)
+        call: Any = stub.WatchLoad(instance_pb2.WatchLoadRequest(), timeout=timeout_s)
         streams.callback(call.cancel)
         return call
 

@@ -28,7 +28,7 @@ from tests.lively import CHUNK, PATIENT_PEERS, PATIENT_POOLS
 from tests.system.checker import assert_no_leak, assert_same_answer, busy, footprint
 from tests.system.connectors import CONNECTORS, Backing
 from tests.system.reference import Reference
-from tests.system.rig import Failpoint, Rig
+from tests.system.rig import LOOK_TIMEOUT_S, Failpoint, Rig
 from tests.system.stored_pages import StoredPages
 from tests.waiting import wait_until
 
@@ -146,7 +146,7 @@ class Stack:
     def busy(self, name: str) -> dict[str, int]:
         """Everything that an idle instance has none of. An instance that does not answer counts as busy."""
         try:
-            return busy(self.rig.load(name))
+            return busy(self.rig.load(name, LOOK_TIMEOUT_S))
         except grpc.RpcError:
             return {"silent": 1}
 
