@@ -6,9 +6,9 @@ import contextlib
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -41,6 +41,9 @@ from tests.kv_transfer.stores.redis.test_connector import PROMPTS
 from tests.kv_transfer.stores.test_hand_over import GREEDY
 from tests.waiting import Stopwatch, wait_until
 
+PATIENT: Mapping[str, Any] = {"timeout_s": 20.0, "connect_timeout_s": 20.0}
+"""A busy machine is not a dead server."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,7 +63,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, folder: Path) -> None:
     with nothing_leaks():
-        store = LMCacheServer(LMCacheOptions(url=server.url, timeout_s=20.0))
+        store = LMCacheServer(LMCacheOptions(url=server.url, **PATIENT))
         check_contract(store)
         check_many_threads(store)
         store.close()
@@ -69,7 +72,7 @@ def test_store_keeps_its_contract_and_leaves_nothing(server: ServerProcess, fold
 
 
 def test_pages_go_to_both_folders_and_come_from_there(server: ServerProcess, folder: Path) -> None:
-    store = LMCacheServer(LMCacheOptions(url=server.url, timeout_s=20.0))
+    store = LMCacheServer(LMCacheOptions(url=server.url, **PATIENT))
     tail = key_of(3, transfer="../../etc/passwd")
     for key in (key_of(1), key_of(2), tail):
         store.put(key, (HEADER, PAGE))
@@ -114,29 +117,30 @@ def test_tandem_bench_transfer_measures_a_server_and_leaves_no_page(server: Serv
 
 @pytest.mark.slow
 def test_memory_that_is_full_is_an_error_and_no_wait(server: ServerProcess) -> None:
-    store = LMCacheServer(LMCacheOptions(url=server.url))
+    store = LMCacheServer(LMCacheOptions(url=server.url, connect_timeout_s=20.0))
     big = bytes(64 << 20)
     keys = [key_of(number) for number in range(6)]
     reasons = []
-    started = time.monotonic()
+    watch = Stopwatch()
     for key in keys:
         try:
             store.put(key, (HEADER, big))
         except StoreError as error:
             reasons.append(error.reason)
-    assert time.monotonic() - started < 15.0
+    assert watch.s < 15.0
     assert reasons, "0.25 GB hold no 6 x 64 MB"
     assert set(reasons) <= {"full", "timeout"}
-    for key in keys:
-        store.delete(key)
-    store.put(key_of(9), (HEADER, PAGE))
-    store.delete(key_of(9))
     store.close()
+    with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, **PATIENT))) as patient:
+        for key in keys:
+            patient.delete(key)
+        patient.put(key_of(9), (HEADER, PAGE))
+        patient.delete(key_of(9))
 
 
 def test_frozen_server_is_one_time_out_for_all_requests(server: ServerProcess) -> None:
     timeout_s, num_threads = 3.0, 6
-    with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, timeout_s=10.0))) as patient:
+    with contextlib.closing(LMCacheServer(LMCacheOptions(url=server.url, **PATIENT))) as patient:
         patient.put(key_of(1), (HEADER, PAGE))
     options = LMCacheOptions(url=server.url, timeout_s=timeout_s, breaker_retry_s=3600.0)
     with contextlib.closing(LMCacheServer(options)) as store:
@@ -231,11 +235,11 @@ def test_hand_over_between_two_engines_is_exact(
     request: pytest.FixtureRequest, checkpoint: Path, expected: list[list[int]], tmp_path: Path, backend: str
 ) -> None:
     ensure_secret(tmp_path / "secret")
-    options = {"backend": backend, "kv_secret_file": str(tmp_path / "secret")}
+    options: dict[str, Any] = {"backend": backend, "kv_secret_file": str(tmp_path / "secret")}
     if backend == "disk":
         options["path"] = str(tmp_path / "store")
     else:
-        options["url"] = request.getfixturevalue("server").url
+        options |= {"url": request.getfixturevalue("server").url, "load_timeout_s": 60.0, **PATIENT}
     connector = KVConnectorConfig(class_path="kv_transfer.stores.lmcache.connector:LMCacheConnector", options=options)
     pair = CorePair(store_config(checkpoint, tmp_path, kv_connector=connector))
     for index, prompt in enumerate(PROMPTS):
@@ -270,10 +274,12 @@ def test_idle_links_are_probed_before_a_nat_forgets_them() -> None:
 def test_missing_server_and_silent_server_are_errors_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        store = LMCacheServer(LMCacheOptions(url=f"tcp://127.0.0.1:{silent.getsockname()[1]}"))
-        with pytest.raises(StoreError, match="refused"):
-            read(store, key_of(1))
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        patient = LMCacheServer(LMCacheOptions(url=url, connect_timeout_s=20.0))
+        with contextlib.closing(patient), pytest.raises(StoreError, match="refused"):
+            read(patient, key_of(1))
         silent.listen()  # accepts connections and never answers
+        store = LMCacheServer(LMCacheOptions(url=url))
         watch = Stopwatch()
         with pytest.raises(StoreError, match="connect_timeout"):
             read(store, key_of(1))
