@@ -335,7 +335,7 @@ class Sweeper:
         """One scan; whether the folder is within its capacity now, and was not found full. Raises OSError where it
         cannot be written to."""
         with self._lock:
-            written_before = self._num_bytes
+            written_before, was_full = self._num_bytes, self._is_full
         self._make_folder()
         files = [*self._files()]
         now_ns = self._now_ns()  # after all of them: what is later than this is of another clock
@@ -351,7 +351,8 @@ class Sweeper:
         num_bytes = self._evict(kept, found_bytes, now_ns, is_full=is_full)
         with self._lock:
             self._num_bytes += num_bytes - written_before
-            self._is_full = False  # failures since are no reason to remove more; if it still is, the next write says so
+            if was_full or num_bytes < found_bytes:  # else its list of files may be older than the failure
+                self._is_full = False  # failures since are no reason to remove more; if it still is, a write says so
         return num_bytes <= self._capacity_bytes and not is_full
 
     def _is_left_over(self, file: _File, now_ns: int | None) -> bool:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -26,6 +27,30 @@ VALUE_BYTES = len(HEADER) + len(PAGE)
 
 def open_store(path: Path, *, num_values: int = 1000, **settings: float) -> SharedStorage:
     return SharedStorage(path, capacity_bytes=num_values * VALUE_BYTES, **settings)
+
+
+def open_scanned(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> SharedStorage:
+    """Its thread's first scan has ended: what is written now is found whole by the next one."""
+    ended = threading.Event()
+    sweep = Sweeper.sweep
+
+    def first_sweep(sweeper: Sweeper) -> bool:
+        is_within = sweep(sweeper)
+        ended.set()
+        return is_within
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Sweeper, "sweep", first_sweep)
+        store = open_store(path, **settings)
+        assert ended.wait(60.0)
+    return store
+
+
+def silent(store: SharedStorage) -> SharedStorage:
+    """Without its thread, which would scan too."""
+    store.close()
+    store.sweeper._thread.join()
+    return store
 
 
 def age(path: Path, seconds: float) -> None:
@@ -52,7 +77,7 @@ def test_a_disk_smaller_than_the_capacity_loses_its_oldest_pages(
         return writev(descriptor, views)
 
     monkeypatch.setattr(os, "writev", limited)
-    store = open_store(tmp_path, scan_interval_s=1e3)
+    store = open_scanned(tmp_path, monkeypatch, scan_interval_s=1e3)
     store.put(key_of(0, transfer="running"), (HEADER, PAGE))
     age(path_of(store, key_of(0, transfer="running")), 2000)
     for number in range(1, 10):
@@ -71,8 +96,7 @@ def test_a_disk_smaller_than_the_capacity_loses_its_oldest_pages(
 def test_failures_of_one_full_disk_remove_a_tenth_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_room_for_a_probe: bool
 ) -> None:
-    store = open_store(tmp_path)
-    store.close()
+    store = silent(open_store(tmp_path))
     for number in range(20):
         store.put(key_of(number), (HEADER, PAGE))
 
@@ -96,8 +120,7 @@ def test_failures_of_one_full_disk_remove_a_tenth_once(
 def test_a_page_that_is_written_while_a_full_disk_is_scanned_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store(tmp_path)
-    store.close()
+    store = silent(open_store(tmp_path))
     store.sweeper.note_full()
     files = store.sweeper._files
 
@@ -110,9 +133,30 @@ def test_a_page_that_is_written_while_a_full_disk_is_scanned_stays(
     assert read(store, key_of(1)) == (HEADER, PAGE)
 
 
+@pytest.mark.parametrize("step", ["_now_ns", "_evict"])
+def test_a_disk_that_is_found_full_while_a_scan_runs_is_swept_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The files that the scan has listed, here none, may be older than the failure."""
+    store = silent(open_store(tmp_path))
+    go_on = getattr(store.sweeper, step)
+
+    def fill(*arguments: object, **options: object) -> object:
+        for number in range(20):
+            store.put(key_of(number), (HEADER, PAGE))
+        store.sweeper.note_full()
+        return go_on(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.sweeper, step, fill)
+        store.sweeper.sweep()
+    assert len(files_below(tmp_path)) == 20
+    store.sweeper.sweep()
+    assert len(files_below(tmp_path)) == 18
+
+
 def test_a_disk_that_was_full_once_and_had_nothing_to_remove_loses_nothing_later(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.close()
+    store = silent(open_store(tmp_path))
     store.sweeper.note_full()
     assert not store.sweeper.sweep()
     other = open_store(tmp_path)
@@ -133,8 +177,10 @@ def test_several_instances_keep_one_folder_within_its_size(tmp_path: Path) -> No
     assert len(files_below(tmp_path)) >= 10, "no more is removed than needed"
 
 
-def test_least_recently_used_pages_are_removed_first_and_lookups_count_as_use(tmp_path: Path) -> None:
-    store = open_store(tmp_path, num_values=10)
+def test_least_recently_used_pages_are_removed_first_and_lookups_count_as_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_scanned(tmp_path, monkeypatch, num_values=10)
     for number in range(10):
         store.put(key_of(number), (HEADER, PAGE))
         age(path_of(store, key_of(number)), 1000 - number)
@@ -181,7 +227,7 @@ def test_orphans_are_removed_and_what_is_in_use_stays(tmp_path: Path) -> None:
     age(old, 200)
     age(path_of(store, key_of(1)), 200)  # old, but a full block is removed for the capacity alone
     age(path_of(store, key_of(2, transfer="old")), 200)
-    store.close()  # its own thread would count files too
+    silent(store)
     store.sweeper.sweep()
     assert len(files_below(tmp_path)) == 3
     assert not old.exists()
@@ -219,8 +265,7 @@ def test_sweep_follows_no_link_out_of_the_folder(tmp_path: Path) -> None:
 def test_a_link_that_is_planted_during_a_sweep_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    store = open_store(tmp_path / "store", num_values=1)
-    store.close()
+    store = silent(open_store(tmp_path / "store", num_values=1))
     for number in range(3):
         store.put(key_of(number), (HEADER, PAGE))
     store.put(key_of(4, transfer="dead"), (HEADER, PAGE))
@@ -238,8 +283,7 @@ def test_a_link_that_is_planted_during_a_sweep_is_not_followed(
 
 
 def test_a_deep_chain_of_folders_ends_no_sweep(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.close()
+    store = silent(open_store(tmp_path))
     store.put(key_of(1, transfer="dead"), (HEADER, PAGE))
     age(path_of(store, key_of(1, transfer="dead")), 1e5)
     chain = tmp_path / "v1" / "chain"
@@ -268,8 +312,7 @@ def test_a_wrong_wall_clock_sweeps_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_pages_of_the_future_are_removed_first(tmp_path: Path) -> None:
     """As after the clock was set back: they have not been used since."""
-    store = open_store(tmp_path, num_values=10)
-    store.close()
+    store = silent(open_store(tmp_path, num_values=10))
     for number in range(9):
         store.put(key_of(number), (HEADER, PAGE))
         age(path_of(store, key_of(number)), -7200 - number)
@@ -281,8 +324,7 @@ def test_pages_of_the_future_are_removed_first(tmp_path: Path) -> None:
 
 
 def test_orphans_of_the_future_are_removed(tmp_path: Path) -> None:
-    store = open_store(tmp_path, temp_max_age_s=100.0, tail_max_age_s=100.0)
-    store.close()
+    store = silent(open_store(tmp_path, temp_max_age_s=100.0, tail_max_age_s=100.0))
     far, near = key_of(1, transfer="far"), key_of(2, transfer="near")
     for key, ahead_s in ((far, 7200), (near, 20)):
         store.put(key, (HEADER, PAGE))
