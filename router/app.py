@@ -217,7 +217,7 @@ class RouterApp:
             limits,
             self._metrics_server.registry,
             lambda: self._is_serving,
-            security.tokens.tenant_of if security.tokens is not None else None,
+            security.http_authorizer(settings.http.listen),
             settings.http.allowed_origins,
         )
         authorizer = self._page_authorizer(security)

@@ -158,7 +158,7 @@ class AdmissionController:
         if self.num_held >= self.settings.max_queued:
             self.num_rejected["queue_full"] += 1
             waiting = f"{self.num_held} requests wait already for the first decode instance, the most allowed"
-            raise Overloaded(f"the router is full: {waiting}", self.settings.max_retry_after_s)
+            raise Overloaded(f"the router is full: {waiting}", self._jittered(self.settings.max_retry_after_s))
         self.num_held += 1
         try:
             async with asyncio.timeout(self.settings.instance_wait_s):
@@ -420,4 +420,7 @@ class AdmissionController:
         """The error, with the predicted wait of `entry` as the retry hint, if it waits here."""
         wait_s = (self._predicted_wait_s(entry) if entry is not None else None) or 0.0
         hint_s = min(max(wait_s, self.settings.retry_after_s), self.settings.max_retry_after_s)
-        return Rejected(reason, f"the router is full: {problem}", hint_s * self.rng.uniform(1.0, 1.0 + _JITTER))
+        return Rejected(reason, f"the router is full: {problem}", self._jittered(hint_s))
+
+    def _jittered(self, hint_s: float) -> float:
+        return hint_s * self.rng.uniform(1.0, 1.0 + _JITTER)

@@ -66,9 +66,13 @@ class Security:
         )
 
     def clients_server(self, settings: ServerSettings, probes: HealthSettings) -> Server:
-        if self.tokens is not None and self.files is None and not listens_privately(settings.host):
-            _log.warning("tokens are sent in plaintext to %s: give tls.cert_file, key_file and ca_file", settings.host)
+        self._warn_of_plaintext(self.tokens, settings.host)
         return self._server(settings, self.tokens, require_cert=self._tls.require_client_cert, probes=probes)
+
+    def http_authorizer(self, listen: str) -> Callable[[Metadata], object] | None:
+        """Checks calls of the OpenAI API at `listen`; None: all may call."""
+        self._warn_of_plaintext(self.tokens, parse_address(listen)[0])
+        return None if self.tokens is None else self.tokens.tenant_of
 
     def admin_server(self, settings: ServerSettings) -> Server:
         """The server of the operators' calls. Raises SettingsError if unauthenticated clients could reach it."""
@@ -78,6 +82,7 @@ class Security:
                 f"router.admin_listen: {settings.host} is not a private address, and operators' calls are open to all "
                 "there: give auth.admin_tokens_file, or tls.cert_file, key_file and ca_file"
             )
+        self._warn_of_plaintext(self._admin_tokens, settings.host)
         require_cert = self._admin_tokens is None or self._tls.require_client_cert
         return self._server(settings, self._admin_tokens, require_cert=require_cert)
 
@@ -121,6 +126,10 @@ class Security:
     def dial_router(self, address: str, settings: ChannelSettings, name: str | None) -> grpc.aio.Channel:
         """A channel to another router, whose certificate must carry `name`, or to another worker."""
         return open_channel(address, settings, tls=None if self._is_worker else self.files, peer_name=name)
+
+    def _warn_of_plaintext(self, tokens: BearerTokens | None, host: str) -> None:
+        if tokens is not None and self.files is None and not listens_privately(host):
+            _log.warning("tokens are sent in plaintext to %s: give tls.cert_file, key_file and ca_file", host)
 
     def _server(
         self,

@@ -129,7 +129,7 @@ class PageConnection(redis.Connection):
         self._deadlines: dict[int, float] = {}
 
     def _connect(self) -> socket.socket:
-        """What redis-py calls for a socket: name, TCP and TLS within one deadline, and the password of this moment."""
+        """What redis-py calls for a socket: name and TCP within one deadline, TLS, and the password of this moment."""
         if self._login is not None:
             password: Any = self._login.password_to_try()  # bytes, which redis-py takes for what it calls a str
             self.username, self.password = (None, None) if password is None else (self._login.username, password)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -228,11 +228,20 @@ async def test_an_open_admin_listener_needs_a_private_address(tmp_path: Path) ->
 async def test_tokens_in_plaintext_on_a_public_address_log_a_warning(
     tokens: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    security = Security(RouterTlsSettings(), AuthSettings(tokens_file=tokens))
-    security.clients_server(ServerSettings(), HealthSettings())
+    security = Security(RouterTlsSettings(), AuthSettings(tokens_file=tokens, admin_tokens_file=tokens))
+    listeners: list[Callable[[str], object]] = [
+        lambda host: security.clients_server(ServerSettings(host=host), HealthSettings()),
+        lambda host: security.admin_server(ServerSettings(host=host)),
+        lambda host: security.http_authorizer(f"{host}:8000"),
+    ]
+    for listen in listeners:
+        listen("127.0.0.1")
+        assert not caplog.records
+        listen("0.0.0.0")
+        assert "tokens are sent in plaintext to 0.0.0.0" in caplog.text
+        caplog.clear()
+    assert Security(RouterTlsSettings(), AuthSettings()).http_authorizer("0.0.0.0:8000") is None
     assert not caplog.records
-    security.clients_server(ServerSettings(host="0.0.0.0"), HealthSettings())
-    assert "tokens are sent in plaintext" in caplog.text
 
 
 async def test_routers_show_each_other_certificates_where_they_tell_their_signals(tmp_path: Path) -> None:
