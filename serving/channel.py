@@ -110,7 +110,7 @@ class _Connection:
         self.channel = channel
         self.num_calls = 0
         self.has_failed = False
-        """Of a successor: an attempt to connect has failed."""
+        """Of a successor: an attempt to connect with this material has failed."""
         self.is_retired = False
         self._closing: asyncio.Task[None] | None = None
 
@@ -164,7 +164,8 @@ class ReloadingChannel(grpc.aio.Channel):
             self._prepare_successor(material)
         if (successor := self._successor) is None or _state(self._current) is grpc.ChannelConnectivity.READY:
             return self._current
-        return self._current if successor.has_failed else successor
+        is_rejected = successor.has_failed and successor.material is not self._current.material
+        return self._current if is_rejected else successor
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self.connection().channel.get_state(try_to_connect)
@@ -218,11 +219,12 @@ class ReloadingChannel(grpc.aio.Channel):
         return self._redial.is_due(now_s, is_ready=state is states.READY, is_failed=state is states.TRANSIENT_FAILURE)
 
     def _prepare_successor(self, material: TlsMaterial | None) -> None:
-        if self._successor is not None:
-            self._retire(self._successor)
+        replaced, self._successor = self._successor, _Connection(material, self._dial(material))
         if self._promoting is not None:
             self._promoting.cancel()
-        self._successor = _Connection(material, self._dial(material))
+        if replaced is not None:
+            self._successor.has_failed = replaced.has_failed and replaced.material is material
+            self._retire(replaced)
         self._promoting = asyncio.get_running_loop().create_task(self._promote(self._successor))
 
     async def _promote(self, successor: _Connection) -> None:

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from weakref import WeakKeyDictionary
 
@@ -39,9 +39,10 @@ _STEP_S = 1.0
 """What all of them together may take in a step beyond `_TOKEN_S` for each: an engine that is silent for longer than
 `core_silence_timeout_s` is unavailable."""
 _SLOW_FOR = 64
-"""Tokens for which a grammar does not look ahead after a token that took longer than `_TOKEN_S`."""
+"""Tokens for which a grammar does not look ahead after a token that took longer than `_TOKEN_S`; and steps for which
+none does after one in which drafts lacked masks."""
 _LOOKS_S = 0.02
-"""CPU time in which all of them look ahead in a step."""
+"""CPU time in which all of them look ahead in a step, for tokens of drafts and for their masks each."""
 _REPLAYED_S = 0.0001
 """Time for each token that was emitted elsewhere, or whose client says so, that it leaves to no other."""
 _KERNEL_VARIANTS = (1, 2, 16)
@@ -124,13 +125,16 @@ class _RequestGrammar:
         last_s = begun_s
         try:
             for token_id in token_ids if is_able else ():
-                if last_s - begun_s > _TOKEN_S or self._matcher.is_terminated() or not self._accept_one(token_id):
+                if last_s - begun_s > _TOKEN_S or self._matcher.is_terminated():
                     break
-                yield
+                if is_admitted := self._accept_one(token_id):
+                    yield
                 now_s = time.thread_time()
                 if now_s - last_s > _TOKEN_S:
                     self._looks_from = num_accepted + _SLOW_FOR
                 last_s = now_s
+                if not is_admitted:
+                    break
         finally:
             if self._num_accepted > num_accepted:
                 self._matcher.rollback(self._num_accepted - num_accepted)
@@ -199,8 +203,10 @@ class GrammarMasks:
 
     def __init__(self) -> None:
         self._by_request: WeakKeyDictionary[Request, _RequestGrammar] = WeakKeyDictionary()
-        self._looks_left_s = _LOOKS_S
-        """Until the end of the step."""
+        self._tokens_s = self._masks_s = 0.0
+        """CPU time of this step's looks ahead: for tokens of drafts, and for their masks."""
+        self._num_paused = 0
+        """Steps without looks ahead, from now on."""
 
     def apply(self, logits: Tensor, rows: Sequence[LogitsRow]) -> set[int]:
         """Set the `logits` [len(rows), vocab] (float32) of tokens that a request's constraint excludes to -inf. Returns
@@ -216,9 +222,10 @@ class GrammarMasks:
             if step_left_s > 0 or grammar.left_s == _FREE_S:  # the others have no mask: that ends them
                 step_left_s -= grammar.fill_mask(rows[index], masks, index, step_left_s)
             draft = list(takewhile(lambda row: row.drafted, islice(rows, index + 1, None)))
-            num_filled = self._looked(functools.partial(grammar.fill_draft, draft, masks, index + 1)) if draft else 0
+            num_filled = self._fill_draft(grammar, draft, masks, index + 1) if draft else 0
             unknown.update(range(index + 1 + num_filled, index + 1 + len(draft)))
-        self._looks_left_s = _LOOKS_S
+        self._num_paused = _SLOW_FOR if self._masks_s >= _LOOKS_S else max(0, self._num_paused - 1)
+        self._tokens_s = self._masks_s = 0.0
         masked = [index for index in constrained if index not in unknown]
         if logits.device.type == "cpu":
             _exclude(logits, masks, masked)
@@ -231,16 +238,22 @@ class GrammarMasks:
         takes long."""
         if request.grammar is None or not token_ids:
             return len(token_ids)
-        return self._looked(functools.partial(self._grammar_of(request).num_admitted, request, token_ids))
-
-    def _looked(self, look: Callable[[], int]) -> int:
-        """What `look` returns, or 0 where those of this step have taken their time."""
-        if self._looks_left_s <= 0:
+        if self._num_paused or self._tokens_s >= _LOOKS_S:
             return 0
         begun_s = time.thread_time()
-        found = look()
-        self._looks_left_s -= time.thread_time() - begun_s
-        return found
+        num_admitted = self._grammar_of(request).num_admitted(request, token_ids)
+        self._tokens_s += time.thread_time() - begun_s
+        return num_admitted
+
+    def _fill_draft(
+        self, grammar: _RequestGrammar, draft: Sequence[LogitsRow], masks: npt.NDArray[np.int32], first: int
+    ) -> int:
+        if self._masks_s >= _LOOKS_S:
+            return 0
+        begun_s = time.thread_time()
+        num_filled = grammar.fill_draft(draft, masks, first)
+        self._masks_s += time.thread_time() - begun_s
+        return num_filled
 
     def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
         """Advance the matchers of `requests` over the outputs that came with them, for about so many seconds of CPU;

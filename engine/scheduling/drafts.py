@@ -138,10 +138,11 @@ class Drafter:
         streams = [self._predicted(scheduled[index].request) for index in drafted]
         candidates = [(stream.hit_rate, len(stream.prediction)) for stream in streams]
         num_left = min(num_left, sum(length for _, length in candidates))
-        times = self._times.seconds(output.num_streams, num_left, cost.per_stream_s)
+        num_prompt_tokens = output.num_tokens - output.num_streams
+        times = self._times.seconds(output.num_streams, num_left, cost.per_stream_s, may_try=not num_prompt_tokens)
         if not times:  # a step without drafts shows what it takes
             return
-        prompts_s = cost.per_token_s * (output.num_tokens - output.num_streams)
+        prompts_s = cost.per_token_s * num_prompt_tokens
         lengths = draft_lengths(
             [seconds + prompts_s for seconds in times],
             output.num_streams,

@@ -128,10 +128,10 @@ class StepTimes:
         observed.append(seconds)
         self._observed[num_tokens] = (self._num_steps, observed)
 
-    def seconds(self, num_tokens: int, most_added: int, per_token_s: float) -> list[float]:
+    def seconds(self, num_tokens: int, most_added: int, per_token_s: float, *, may_try: bool = True) -> list[float]:
         """Of steps with `num_tokens` and up to `most_added` more: the median of those observed lately, else of the next
-        smaller one, and somewhat more than `per_token_s`; infinite where trials have taken too long. Empty if no step
-        with `num_tokens` was."""
+        smaller one, and somewhat more than `per_token_s`. Infinite instead where trials have taken too long, and
+        without `may_try`, as for steps that are not recorded. Empty if no step with `num_tokens` was."""
         self._expected = {}
         if (observed := self._lately(num_tokens)) is None:
             return []
@@ -141,9 +141,10 @@ class StepTimes:
             times.append(times[-1] + _MARGIN * per_token_s if observed is None else _median(observed))
             if observed is None:
                 self._expected[num_tokens + added] = times[-1]
-        if self._lost_s <= _TRIALS_PART * self._total_s + times[0]:
+        if may_try and self._lost_s <= _TRIALS_PART * self._total_s + times[0]:
             return times
-        return [math.inf if num in self._expected else seconds for num, seconds in enumerate(times, num_tokens)]
+        unknown, self._expected = self._expected, {}
+        return [math.inf if num in unknown else seconds for num, seconds in enumerate(times, num_tokens)]
 
     def _lately(self, num_tokens: int) -> deque[float] | None:
         last, observed = self._observed.get(num_tokens, (-_MAX_AGE, None))

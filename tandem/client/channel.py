@@ -308,7 +308,8 @@ class ClientChannel:
         with self._lock:
             self._check_open()
             if self._may_be_elsewhere():
-                self._replace_current(self._connect(self._current.material))
+                is_rejected = self._successor is not None and self._successor.has_failed
+                self._replace_current(self._connect(self._current.material if is_rejected else self._material()))
             newest, material = self._successor or self._current, self._material()
             if material is not newest.material:
                 if self._successor is not None:

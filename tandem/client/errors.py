@@ -28,8 +28,8 @@ NOT_REACHED = "no router answers"
 """Begins the messages about a connection that could not be made."""
 _NO_CONNECTION = re.compile("failed to connect|connections to all backends|dns|resol", re.IGNORECASE)
 _CONNECTION_LOST = re.compile(
-    "socket closed|connection (reset|closed)|broken pipe|goaway|timeout|timed out|no route to host|unreachable"
-    "|cancelling all calls",
+    "socket closed|connection (reset|closed|timed out)|broken pipe|goaway|ping timeout|no route to host"
+    "|(network|host) is unreachable|cancelling all calls",
     re.IGNORECASE,
 )
 """In gRPC's own texts, with those of the system about a host that is gone; the last one is of a server that ends calls

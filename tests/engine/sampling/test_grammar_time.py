@@ -31,7 +31,8 @@ from tests.waiting import wait_until
 
 VOCABULARY = [b"a", b"b", b""]
 A, B, EOS = range(3)
-COMPILED = GrammarCompiler(TokenizerInfo(VOCABULARY, stop_token_ids=[]), max_threads=1).compile_regex("[ab]*")
+COMPILER = GrammarCompiler(TokenizerInfo(VOCABULARY, stop_token_ids=[]), max_threads=1)
+COMPILED = COMPILER.compile_regex("[ab]*")
 CHEAP_S = 0.00001
 
 
@@ -132,11 +133,27 @@ def test_looks_take_the_time_of_a_token_each_and_20_ms_of_a_step(monkeypatch: py
     assert [masks.num_admitted(one, [B, A, B, A, B, B]) for _ in range(3)] == [4] * 3, "5 ms are over"
     num_accepted = clock.num_accepted
     assert masks.num_admitted(one, [B]) == 0
-    rows = [LogitsRow(one), LogitsRow(one, [B]), LogitsRow(one, [B, B])]
-    assert masks.apply(torch.zeros(3, len(VOCABULARY)), rows) == {1, 2}
     assert clock.num_accepted == num_accepted
+    rows = [LogitsRow(one), LogitsRow(one, [B])]
+    assert masks.apply(torch.zeros(2, len(VOCABULARY)), rows) == set()
     assert masks.num_admitted(one, [B]) == 1, "the next step"
-    assert masks.apply(torch.zeros(3, len(VOCABULARY)), rows) == set()
+    rows = [
+        row for other in (one, *(request([]) for _ in range(5))) for row in (LogitsRow(other), LogitsRow(other, [A]))
+    ]
+    unknown = masks.apply(torch.zeros(len(rows), len(VOCABULARY)), rows)
+    assert unknown == {7, 9, 11}, "each takes 4 ms, and its mask as long"
+    for _ in range(64):
+        assert masks.num_admitted(request([]), [B]) == 0, "the rows of the last ones were computed for nothing"
+        masks.apply(torch.zeros(1, len(VOCABULARY)), rows[:1])
+    assert masks.num_admitted(request([]), [B]) == 1
+
+
+def test_a_token_that_is_rejected_slowly_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, lambda token_id, _: 0.006 if token_id == A else CHEAP_S)
+    masks, one = GrammarMasks(), request([])
+    one.grammar = compiled(COMPILER.compile_regex("b*"))
+    assert masks.num_admitted(one, [B, A, B]) == 1
+    assert masks.num_admitted(one, [B]) == 0
 
 
 def test_a_grammar_that_takes_long_has_few_drafts_and_does_not_pay_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

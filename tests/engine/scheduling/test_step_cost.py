@@ -123,6 +123,15 @@ def test_trials_that_take_longer_than_expected_are_made_up_for_before_the_next()
     assert times._total_s > 50
 
 
+def test_steps_that_are_not_recorded_try_nothing() -> None:
+    times = StepTimes()
+    times.record(2, 1.0)
+    times.record(4, 1.5)
+    assert times.seconds(2, 3, 0.2, may_try=False) == [1.0, math.inf, 1.5, math.inf]
+    times.record(3, 100.0)  # one more stream, no trial
+    assert times.seconds(2, 3, 0.2) == pytest.approx([1.0, 100.0, 1.5, 1.8])
+
+
 def test_a_stall_in_a_trial_does_not_end_trials_for_long() -> None:
     times = StepTimes()
     times.record(2, 1.0)

@@ -71,6 +71,19 @@ async def test_a_call_on_an_event_loop_does_too(rollout: Rollout) -> None:
         assert [(await client.generate("go")).model for _ in range(3)] == ["new"] * 3
 
 
+async def test_calls_wait_for_a_new_router_that_is_not_ready_at_once(rollout: Rollout) -> None:
+    """Rather than for the old one, which is gone."""
+    async with AsyncClient(rollout.name) as client:
+        assert (await client.generate("go")).model == "old"
+        rollout.new.is_ready(False)
+        await rollout.replace_for_async(client)
+        channel = client._channel
+        assert isinstance(channel, ReloadingChannel)
+        await until(lambda: channel.connection() is channel._successor and channel._successor.has_failed)
+        rollout.new.is_ready(True)
+        assert (await client.generate("go")).model == "new"
+
+
 def test_a_stream_of_the_old_router_ends_there(rollout: Rollout) -> None:
     rollout.old.may_end = threading.Event()
     with Client(rollout.name) as client:
