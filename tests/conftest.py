@@ -14,9 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hypothesis
 import psutil
@@ -69,6 +72,16 @@ _STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # tests have another: what they write is captured
+    os._exit = partial(_exit_with_reason, os._exit, os.getpid(), config.stash[_STDERR])
+
+
+def _exit_with_reason(leave: Callable[[int], NoReturn], pid: int, stderr: int, status: int) -> NoReturn:
+    """As a thread of a connector does that has failed: without this, only the end of the process is reported."""
+    if os.getpid() == pid:
+        os.write(stderr, f"\n{threading.current_thread().name} ends the tests' process: {status}\n".encode())
+        os.write(stderr, "".join(traceback.format_exception(*sys.exc_info())).encode())
+        faulthandler.dump_traceback(stderr, all_threads=False)
+    leave(status)
 
 
 @pytest.hookimpl(wrapper=True)
