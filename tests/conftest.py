@@ -17,6 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -73,6 +74,16 @@ _STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # tests have another: what they write is captured
     os._exit = partial(_exit_with_reason, os._exit, os.getpid(), config.stash[_STDERR])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Of xdist: a worker that has ended. What it lacks is how."""
+    if error is not None:
+        status: int | None = None  # it runs on, without its connection
+        with suppress(subprocess.TimeoutExpired):
+            status = node.gateway._io.popen.wait(10)
+        sys.stderr.write(f"\n{node.gateway.id} has ended with status {status}\n")
 
 
 def _exit_with_reason(leave: Callable[[int], NoReturn], pid: int, stderr: int, status: int) -> NoReturn:
