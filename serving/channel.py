@@ -162,7 +162,8 @@ class ReloadingChannel(grpc.aio.Channel):
         newest = self._successor or self._current
         if not self._is_closed and (material is not newest.material or self._may_be_elsewhere(newest)):
             self._prepare_successor(material)
-        if (successor := self._successor) is None or _state(self._current) is grpc.ChannelConnectivity.READY:
+        is_ready = self._current.channel.get_state() is grpc.ChannelConnectivity.READY
+        if (successor := self._successor) is None or is_ready:
             return self._current
         is_rejected = successor.has_failed and successor.material is not self._current.material
         return self._current if is_rejected else successor
@@ -214,7 +215,7 @@ class ReloadingChannel(grpc.aio.Channel):
         which drains lasts as long as its streams do."""
         if self._redial is None:
             return False
-        state, states = _state(newest), grpc.ChannelConnectivity
+        state, states = newest.channel.get_state(), grpc.ChannelConnectivity
         now_s = asyncio.get_running_loop().time()
         return self._redial.is_due(now_s, is_ready=state is states.READY, is_failed=state is states.TRANSIENT_FAILURE)
 
@@ -228,7 +229,7 @@ class ReloadingChannel(grpc.aio.Channel):
         self._promoting = asyncio.get_running_loop().create_task(self._promote(self._successor))
 
     async def _promote(self, successor: _Connection) -> None:
-        while (state := _state(successor, connect=True)) is not grpc.ChannelConnectivity.READY:
+        while (state := successor.channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
             successor.has_failed |= state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
             await successor.channel.wait_for_state_change(state)
         if self._successor is successor:
@@ -238,10 +239,6 @@ class ReloadingChannel(grpc.aio.Channel):
     def _retire(self, connection: _Connection) -> None:
         self._old = {one for one in (*self._old, connection) if one.num_calls}
         connection.retire()
-
-
-def _state(connection: _Connection, *, connect: bool = False) -> grpc.ChannelConnectivity:
-    return connection.channel.get_state(connect)
 
 
 # Networks where plaintext is allowed. Not among them: link-local addresses, one of which serves a cloud machine's

@@ -243,6 +243,11 @@ class Connection:
             self.is_settled.set()
 
 
+def _is_lost(connection: Connection) -> bool:
+    """It has failed, or its state is unknown. One that is idle connects."""
+    return _state(connection.channel, connect=True) in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, None)
+
+
 class ClientChannel:
     """A blocking channel that follows the TLS files, and where it is one of a name, its addresses. Thread-safe.
 
@@ -324,17 +329,11 @@ class ClientChannel:
             self._check_open()
             if self._successor is not None and (
                 _state(self._successor.channel, connect=True) is grpc.ChannelConnectivity.READY
-                or (not self._successor.has_failed and not self._may_connect(self._current))
+                or (_is_lost(self._current) and not self._successor.has_failed)
             ):
                 self._replace_current(self._successor)
             self._current.num_calls += 1
             return self._current
-
-    @staticmethod
-    def _may_connect(connection: Connection) -> bool:
-        """False: it has failed, or its state is unknown."""
-        state = _state(connection.channel, connect=True)
-        return state not in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, None)
 
     def _replace_current(self, successor: Connection) -> None:
         if self._successor is not None and self._successor is not successor:
