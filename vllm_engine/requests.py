@@ -59,7 +59,7 @@ def vllm_params(request: EngineRequest) -> VllmSamplingParams:
     return VllmSamplingParams(
         temperature=0.0,
         max_tokens=_max_tokens(request),
-        stop_token_ids=list(_ending_ids(request)),
+        stop_token_ids=list(request.ending_token_ids),
         ignore_eos=True,
         detokenize=False,
         logprobs=params.logprobs,
@@ -110,10 +110,6 @@ def tokens_event(request: EngineRequest, output: RequestOutput, *, is_first: boo
     )
 
 
-def _ending_ids(request: EngineRequest) -> tuple[int, ...]:
-    return (*request.params.stop_token_ids, *(() if request.params.ignore_eos else request.eos_token_ids))
-
-
 def _ending(request: EngineRequest, completion: Any) -> tuple[FinishReason, int | None]:
     """As engine.scheduling.request.Request.check_stop: a stop token of the request is named, the model's EOS is not."""
     last = completion.token_ids[-1] if completion.token_ids else None
@@ -121,7 +117,7 @@ def _ending(request: EngineRequest, completion: Any) -> tuple[FinishReason, int 
         return "stop", last
     if completion.finish_reason == "abort":
         return "abort", None
-    return ("stop" if last in _ending_ids(request) else "length"), None
+    return ("stop" if last in request.ending_token_ids else "length"), None
 
 
 def _needs_prompt_logprobs(request: EngineRequest) -> bool:

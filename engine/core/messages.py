@@ -67,6 +67,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """At least 1: prompts lengthen a step beside it to at most so many times one of the streams alone, or further while
     prompts wait behind others (step_budget.py)."""
 
+    @property
+    def ending_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the output, once it has `min_tokens`."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return (*eos, *self.params.stop_token_ids)
+
 
 # Commands
 

@@ -1,9 +1,11 @@
-"""Compiled constraints, by xgrammar, which the first of them imports. grammar_masks.py has the masks of their tokens.
+"""Compiled constraints. The library is xgrammar, imported by the first of them.
 
-Constraint ─▶ queued ─▶ compiling, on a thread ─▶ compiled, cached
-                │           ├─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
-                │           └─▶ CapacityError: no file, memory or thread at the moment; the next request tries again
-                └─no request waits for it─▶ cancelled
+    Constraint ─▶ queued ─▶ compiling, on a thread ─▶ compiled, cached
+                    │           ├─▶ InvalidRequest: the grammar is none, or xgrammar cannot do it
+                    │           └─▶ CapacityError: no file, memory or thread at the moment; the next request tries again
+                    └─no request waits for it─▶ cancelled
+
+grammar_masks.py has the masks that they put on the next tokens of requests.
 """
 
 from __future__ import annotations

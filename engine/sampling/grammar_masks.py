@@ -57,9 +57,8 @@ class _RequestGrammar:
 
         spec = request.spec
         stop_ids = spec.params.stop_token_ids
-        self.ending_ids = (*spec.eos_token_ids, *stop_ids)
-        """EOS and stop tokens without text end the grammar; others are text to it, and end the output anywhere."""
         compiled = grammar.result()
+        # Other stop tokens are text to the grammar, and end the output anywhere.
         ends = [*spec.eos_token_ids, *(token_id for token_id in stop_ids if token_id in compiled.textless_ids)]
         ends = ends or list(stop_ids)
         self._matcher = GrammarMatcher(compiled.compiled, override_stop_tokens=ends)
@@ -104,7 +103,7 @@ class _RequestGrammar:
         """Set the masks from `first` on for `rows`, those behind each token of a draft, after `fill_mask`. Returns how
         many have theirs: those behind tokens that the grammar admits (`_ahead`)."""
         num_filled = 0
-        for _ in self._ahead(rows[-1].drafted if rows else ()):
+        for _ in self._ahead(rows[-1].drafted):
             self._fill(rows[num_filled], masks, first + num_filled)
             num_filled += 1
         return num_filled
@@ -148,7 +147,7 @@ class _RequestGrammar:
         if self._whitespace is not None:
             self._whitespace.apply(masks[index], self._run, self._is_between_elements)
         if row.num_output_tokens < row.request.spec.params.min_tokens:
-            _forbid(masks[index], self.ending_ids)
+            _forbid(masks[index], row.request.spec.ending_token_ids)
 
     def _accept(self, token_ids: Sequence[int], *, seconds: float = math.inf, least_s: float = 0.0) -> bool:
         """Advance over `token_ids` for about so many seconds of CPU, while it is possible and no less than `least_s` is

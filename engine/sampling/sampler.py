@@ -139,8 +139,7 @@ def _sampling_row(row: LogitsRow) -> SamplingRow:
     spec, params = row.request.spec, row.request.spec.params
     forbidden: tuple[int, ...] = ()
     if row.num_output_tokens < params.min_tokens and row.request.grammar is None:  # else its mask forbids them
-        eos = () if params.ignore_eos else spec.eos_token_ids
-        forbidden = (*eos, *params.stop_token_ids)
+        forbidden = spec.ending_token_ids
     return SamplingRow(
         params=params, seed=spec.seed, choice=spec.choice, position=row.position, forbidden_ids=forbidden
     )

@@ -21,12 +21,11 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from engine.core.messages import EngineRequest, StepCost
+from engine.core.messages import StepCost
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import ScheduledRequest, SchedulerOutput
@@ -174,14 +173,10 @@ class Drafter:
             most = min(most, max_tokens - request.num_output_tokens)
         # Without a draft the step has a token as well.
         prediction = stream.predictor.predict(request.token_ids, min(self._most, most - 1))
-        prediction = list(takewhile(partial(_goes_on, request.spec), prediction))
+        ending_ids = request.spec.ending_token_ids  # none needs a token behind it, and it comes without a draft
+        prediction = list(takewhile(lambda token_id: token_id not in ending_ids, prediction))
         stream.prediction = prediction[: self._num_admitted(request, prediction)]
         return stream
-
-
-def _goes_on(spec: EngineRequest, token_id: int) -> bool:
-    """Whether tokens can follow this one. One that ends the output needs none behind it, and comes without a draft."""
-    return token_id not in spec.params.stop_token_ids and (spec.params.ignore_eos or token_id not in spec.eos_token_ids)
 
 
 def _may_draft(share: ScheduledRequest) -> bool:
