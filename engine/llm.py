@@ -30,11 +30,10 @@ from engine.machine import set_num_threads
 from engine.ranks import RankLost
 from engine.sampling.grammar import CompiledGrammar
 from engine.sampling.params import SamplingParams, validate, validate_prompt, with_bad_word_ids
-from engine.text.chat_template import Tools
+from engine.text.chat_output import tool_format_of
+from engine.text.chat_template import Tools, template_messages
 from engine.text.detokenizer import OutputProcessor
-from engine.text.messages import template_messages
 from engine.text.tokenizer import Tokenizer, missing_tokenizer
-from engine.text.tool_calls import tool_format_of
 from engine.vllm_names import engine_fields
 
 _log = logging.getLogger(__name__)

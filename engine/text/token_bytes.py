@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import tokenizers
 
-from engine.text.reasoning import CHAT_MARKS
+from engine.text.chat_output import CHAT_MARKS
 
 Kind = Literal["byte_level", "byte_fallback"]
 

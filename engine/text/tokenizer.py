@@ -26,8 +26,8 @@ from typing import Any
 import tokenizers
 
 from engine.errors import InvalidCheckpoint, InvalidRequest, NotSupported, UnsupportedModel
+from engine.text.chat_output import CHAT_MARKS
 from engine.text.chat_template import ChatTemplate, Messages, Tools
-from engine.text.reasoning import CHAT_MARKS
 from engine.text.token_bytes import TokenBytes
 
 _OTHER_FORMS = ("tekken.json", "tokenizer.model", "vocab.json", "vocab.txt")

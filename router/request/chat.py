@@ -22,9 +22,19 @@ from engine.sampling.constraints import CONSTRAINTS, MAX_CONSTRAINT_BYTES, check
 from engine.sampling.params import SamplingParams
 from engine.sampling.schema_text import json_text, without_annotations
 from engine.sampling.structural_tag import CONTROL
-from engine.text.messages import parsed_arguments, short_id, template_id
-from engine.text.reasoning import BEGIN, END, GAP, ReasoningParser
-from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ChatParser, ToolCallParser, ToolFormat
+from engine.text.chat_output import (
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    THINK_BEGIN,
+    THINK_END,
+    THINK_GAP,
+    ChatParser,
+    ReasoningParser,
+    ToolCallParser,
+    ToolFormat,
+)
+from engine.text.chat_template import parsed_arguments, short_id, template_id
 from protos.tandem.v1 import common_pb2, generation_pb2
 
 MAX_TOOLS = 512
@@ -37,7 +47,7 @@ _GAP: dict[str, Any] = {
     "content": {"type": "or", "elements": [{"type": "const_string", "value": gap} for gap in _GAPS]},
 }
 """Between the reasoning and JSON. Beside a regular expression the masks of JSON would be slow."""
-_EXACT_GAP = {"type": "const_string", "value": GAP}
+_EXACT_GAP = {"type": "const_string", "value": THINK_GAP}
 """Before another constrained answer, which may begin with white space itself."""
 _EXACT = ("regex", "choice", "grammar", "structural_tag")
 """The constraints whose white space is the client's."""
@@ -275,7 +285,8 @@ class ChatOutput:
             params = self.tools.constrained(params)
         if not self.thinks or not params.is_constrained:
             return params
-        tag = {"type": "tag", "begin": "" if self.is_thinking else BEGIN, "content": {"type": "any_text"}, "end": END}
+        begin = "" if self.is_thinking else THINK_BEGIN
+        tag = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": THINK_END}
         reasoning = {"type": "sequence", "elements": [tag, _EXACT_GAP if self.is_exact else _GAP]}
         first = reasoning if self.is_thinking else {"type": "optional", "content": reasoning}
         return _with_format(params, {"type": "sequence", "elements": [first, _as_format(params)]})

@@ -22,9 +22,8 @@ from engine.errors import InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
 from engine.sampling.params import MAX_SEED, SamplingParams, validate, validate_prompt, with_bad_word_ids
-from engine.text.reasoning import BEGIN, END
+from engine.text.chat_output import THINK_BEGIN, THINK_END, TOOL_FORMATS, ToolFormat, tool_format_of
 from engine.text.tokenizer import Tokenizer, supports_constraints
-from engine.text.tool_calls import TOOL_FORMATS, ToolFormat, tool_format_of
 from protos.tandem.v1 import generation_pb2
 from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
@@ -67,7 +66,9 @@ class ServedModel:
         template = tokenizer.chat_template if tokenizer is not None else None
         sources = (template.source, template.tool_source) if template is not None else ("", "")
         tool_format = tool_format_of(sources[1]) if tool_call_parser == "auto" else TOOL_FORMATS.get(tool_call_parser)
-        thinks = any(END in source for source in sources) if reasoning_parser == "auto" else reasoning_parser == "think"
+        thinks = reasoning_parser == "think"
+        if reasoning_parser == "auto":
+            thinks = any(THINK_END in source for source in sources)
         return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)
 
     def tools_of(self, chat: generation_pb2.Chat) -> Tools | None:
@@ -276,7 +277,7 @@ def _chat_output(
     if not model.thinks or model.tokenizer is None or not request.HasField("chat"):
         return ChatOutput(tools)
     end = model.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
-    return ChatOutput.of(request.sampling, tools, thinks=True, is_thinking=end.rstrip().endswith(BEGIN))
+    return ChatOutput.of(request.sampling, tools, thinks=True, is_thinking=end.rstrip().endswith(THINK_BEGIN))
 
 
 def _default_max_tokens(

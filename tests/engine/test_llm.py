@@ -20,8 +20,8 @@ from engine.errors import CapacityError, EngineError, InvalidCheckpoint, Invalid
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.waiting_queue import WaitingQueue
+from engine.text.chat_output import tool_format_of
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_calls import tool_format_of
 from protos.tandem.v1 import generation_pb2
 from router.api.openai.chat_messages import Message
 from router.request.chat import template_messages

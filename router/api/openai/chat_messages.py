@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.text import messages
+from engine.text import chat_template
 from router.api.openai.strict_model import StrictModel
 from router.request.validation import service_errors
 from serving.errors import invalid_argument
@@ -18,13 +18,13 @@ _LITELLMS = "provider_specific_fields"
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
-    """See engine.text.messages. Raises InvalidArgument."""
+    """See engine.text.chat_template. Raises InvalidArgument."""
     with service_errors():
-        return messages.joined_parts(content, field, kinds)
+        return chat_template.joined_parts(content, field, kinds)
 
 
 def _content(value: Any) -> Any:
-    return joined_parts(value, kinds=messages.MESSAGE_PARTS)
+    return joined_parts(value, kinds=chat_template.MESSAGE_PARTS)
 
 
 class CalledFunction(StrictModel):
@@ -63,7 +63,7 @@ class Message(StrictModel):
         for name in ("function_call", "audio"):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
-        messages.rename_for_templates(members)
+        chat_template.rename_for_templates(members)
         return {"content": "", **members} if members.get("tool_calls") else members
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from engine.errors import shown
-from engine.text.messages import loads_unicode
+from engine.text.chat_template import loads_unicode
 from protos.tandem.v1 import common_pb2
 from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts

@@ -18,8 +18,7 @@ import msgspec
 from pydantic import BeforeValidator, Field
 
 from engine.errors import shown
-from engine.text.reasoning import END
-from engine.text.tool_calls import HERMES
+from engine.text.chat_output import HERMES, THINK_END
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, BlocksBuilder, text_member
 from router.api.openai.chat_messages import joined_parts
@@ -382,7 +381,7 @@ def _data(entry: Mapping[str, Any]) -> bytes:
     return entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"])
 
 
-_END, _CALL, _CALL_END = END.encode(), HERMES.mark.encode(), HERMES.end.encode()
+_END, _CALL, _CALL_END = THINK_END.encode(), HERMES.mark.encode(), HERMES.end.encode()
 _OTHERS = re.compile(rb"\A.*?%b|(?:\A|%b)(?:(?!%b).)*?%b" % (_END, _CALL, _CALL, _CALL_END), re.DOTALL)
 """Reasoning and calls, the first of which may have begun before."""
 _STATUSES = {

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling.params import SamplingParams
+from engine.text.chat_output import CHAT_MARKS, HERMES, ReasoningParser, ToolCallParser
 from engine.text.detokenizer import OutputProcessor
-from engine.text.reasoning import CHAT_MARKS, ReasoningParser
 from engine.text.token_bytes import read_vocabulary
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_calls import HERMES, ToolCallParser
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'

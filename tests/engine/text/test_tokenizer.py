@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel
-from engine.text.messages import template_messages
+from engine.text.chat_template import template_messages
 from engine.text.token_bytes import read_vocabulary
 from engine.text.tokenizer import Tokenizer, missing_tokenizer
 from tests.tokenizer_builders import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.tool_calls import (
+from engine.text.chat_output import (
     HERMES,
     LLAMA3_JSON,
     MISTRAL,

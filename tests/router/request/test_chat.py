@@ -11,7 +11,7 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.sampling.constraints import MAX_CONSTRAINT_BYTES
 from engine.sampling.params import SamplingParams
-from engine.text.tool_calls import HERMES
+from engine.text.chat_output import HERMES
 from protos.tandem.v1 import generation_pb2
 from router.request.chat import ChatOutput, Tools
 

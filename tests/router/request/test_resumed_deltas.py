@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.tool_calls import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
+from engine.text.chat_output import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.request.chat import ChatDeltas, ChatOutput, Tool, Tools
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.tool_calls import HERMES
+from engine.text.chat_output import HERMES
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.messages_api import MessagesBuilder, MessagesRequest
 from router.api.openai.responses import TokenTexts

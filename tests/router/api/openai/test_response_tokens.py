@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.text.chat_output import HERMES
 from engine.text.detokenizer import IncrementalDetokenizer
-from engine.text.tool_calls import HERMES
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.responses import TokenTexts
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.messages import parsed_arguments
+from engine.text.chat_template import parsed_arguments
 from router.request.validation import ServedModel
 from tests.router.api.openai.conftest import HttpRig, RunHttp
 from tests.router.api.openai.test_tools import USER, WEATHER, answer_to, chat, prompt_of, sent, streamed, writing

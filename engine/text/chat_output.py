@@ -1,4 +1,13 @@
-"""Tool calls in a model's output: the ways of writing them, and a parser that takes the text piece by piece.
+"""What a model's output to a chat is divided into, piece by piece: reasoning, content and tool calls.
+
+What a model thinks before it answers is the text between <think> and </think> at the beginning of its output:
+
+    start ─<think>, or the prompt ends with it─▶ thinking ─</think>─▶ rest, for the parser of tool calls if there is one
+      └─anything else──────────────────────────────────────────────▶ rest
+
+White space around both marks is dropped; before an exact answer, whose own white space counts, THINK_GAP alone.
+
+Families of models write tool calls in their own ways:
 
     text ─mark─▶ head ─name known─▶ arguments ─their object closes─▶ rest of the call ─▶ tail ─┬─separator─▶ head
      ▲            ├─another object─▶ whole call, parsed at the next mark, or content          ├─ max_calls ─▶ done
@@ -9,9 +18,9 @@
     llama3_json   {"name": "f", "parameters": {…}}; {…}, with nothing before it              Llama 3
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {…}}, …] or [TOOL_CALLS]f{…}        Mistral
 
-The calls are a function of the text alone, however it is divided into pieces: an instance that continues the output of
-another one continues its calls. Arguments are delivered as they are written, valid or not. What begins like a call and
-is none is content; white space between calls is dropped.
+The result is a function of the text alone, however it is divided into pieces: an instance that continues the output of
+another one continues its reasoning and its calls. Arguments are delivered as they are written, valid or not. What
+begins like a call and is none is content; white space between calls is dropped.
 """
 
 from __future__ import annotations
@@ -22,6 +31,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+THINK_GAP = "\n\n"
+"""What models write between THINK_END and the answer."""
 _MAX_NAME_CHARS = 256
 _SPACE = r"\s{0,64}"
 _OBJECT = r"(?=\{)"
@@ -100,6 +112,8 @@ MISTRAL = ToolFormat(
     has_special_mark=True,
 )  # fmt: skip
 TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL)}
+CHAT_MARKS = frozenset({THINK_BEGIN, THINK_END, HERMES.mark, HERMES.end})
+"""Text in every output, and allowed by constraints, also where a tokenizer lists them as special tokens."""
 
 _LLAMA_CALL = re.compile(r'\{"name": [^{}]{1,60}"parameters":')
 
@@ -145,6 +159,68 @@ class ChatParser(Protocol):
 
     def push(self, text: str, *, final: bool = False) -> ChatDelta:
         """Take the next text, the last one with `final`; return what is certain."""
+
+
+class ReasoningParser:
+    """Divides the text of one choice into reasoning and the rest; a `ChatParser`."""
+
+    def __init__(self, rest: ChatParser | None, *, is_open: bool, is_exact: bool = False) -> None:
+        """`is_open`: the prompt ends with <think>. Without `rest` all that follows is content. `is_exact`: a constraint
+        lets the answer begin behind THINK_GAP."""
+        self._rest = rest
+        self._is_exact = is_exact
+        self._buffer = ""
+        self._state: Callable[[ChatDelta, bool], bool] = self._thinking if is_open else self._start
+        self._is_blank = True
+
+    def push(self, text: str, *, final: bool = False) -> ChatDelta:
+        delta = ChatDelta()
+        self._buffer += text
+        while self._state(delta, final):
+            pass
+        return delta
+
+    def _start(self, delta: ChatDelta, final: bool) -> bool:
+        text = self._buffer.lstrip()
+        if THINK_BEGIN.startswith(text) and text != THINK_BEGIN and not final:
+            return False
+        is_thought = text.startswith(THINK_BEGIN)
+        if is_thought:
+            self._buffer = text[len(THINK_BEGIN) :]
+        self._state = self._thinking if is_thought else self._others
+        return True
+
+    def _thinking(self, delta: ChatDelta, final: bool) -> bool:
+        if self._is_blank:
+            self._buffer = self._buffer.lstrip()
+        at = self._buffer.find(THINK_END)
+        text = self._buffer if at < 0 else self._buffer[:at]
+        certain = text if final or at >= 0 else text[: len(text) - overlap(text, THINK_END)]
+        certain = certain.rstrip()
+        delta.reasoning += certain
+        self._is_blank = self._is_blank and not certain
+        self._buffer = self._buffer[len(certain) :] if at < 0 else self._buffer[at + len(THINK_END) :]
+        self._state = self._thinking if at < 0 else self._gap
+        return at >= 0
+
+    def _gap(self, delta: ChatDelta, final: bool) -> bool:
+        is_over = not THINK_GAP.startswith(self._buffer) if self._is_exact else bool(self._buffer.strip())
+        if not (is_over or final):
+            return False
+        answer = self._buffer.removeprefix(THINK_GAP) if self._is_exact else self._buffer.lstrip()
+        self._buffer = answer if is_over else ""
+        self._state = self._others
+        return True
+
+    def _others(self, delta: ChatDelta, final: bool) -> bool:
+        text, self._buffer = self._buffer, ""
+        if self._rest is None:
+            delta.content += text
+        else:
+            rest = self._rest.push(text, final=final)
+            delta.content += rest.content
+            delta.tool_calls += rest.tool_calls
+        return False
 
 
 class _Brackets:
