@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import UnsupportedModel
+from engine.errors import UnsupportedModel, shown
 from engine.models.config import read_json
 from engine.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         only if the other files have no EOS. Raises EngineError."""
         folder = Path(path)
         config = _read(folder / "generation_config.json")
-        eos = _eos_ids(config) or _eos_ids(_read(folder / "config.json"))
+        eos = _eos_ids("generation_config.json", config) or _eos_ids("config.json", _read(folder / "config.json"))
         if tokenizer is None and not (skips_tokenizer and eos) and (folder / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -59,9 +59,13 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _eos_ids(config: dict[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id`, an id or a list of ids, of a config or of its text model."""
+def _eos_ids(file: str, config: dict[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id`, an id or a list of ids, of a file's config or of its text model."""
     text, eos = config.get("text_config"), config.get("eos_token_id")
     if eos is None and isinstance(text, dict):
         eos = text.get("eos_token_id")
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    try:
+        return msgspec.convert(ids, tuple[int, ...])
+    except msgspec.ValidationError:
+        raise UnsupportedModel(f"{file}: eos_token_id is {shown(eos)}; it must be an id or a list of ids") from None

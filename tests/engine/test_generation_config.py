@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,4 +58,11 @@ def test_sampling_defaults_are_what_the_file_says(tmp_path: Path) -> None:
         GenerationDefaults.from_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(InvalidCheckpoint, match=r"generation_config\.json of the checkpoint is not JSON"):
+        GenerationDefaults.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_an_eos_that_is_no_id_is_an_error_of_the_file_that_has_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(UnsupportedModel, match=rf"^{re.escape(name)}: eos_token_id is '</s>'; "):
         GenerationDefaults.from_folder(tmp_path)
