@@ -19,8 +19,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from engine.errors import InvalidRequest, shown, to_install
-from engine.sampling.json_schema import checked_schema
-from engine.sampling.schema_text import json_text
+from engine.sampling.json_schema import checked_schema, json_text
 from engine.sampling.structural_tag import checked_structural_tag
 
 MAX_CONSTRAINT_BYTES = 2**16

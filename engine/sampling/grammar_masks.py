@@ -24,12 +24,11 @@ from torch import Tensor
 
 from engine.attention.openmp import Launcher, launcher
 from engine.sampling.constraints import has_xgrammar
-from engine.sampling.grammar import CompiledGrammar
-from engine.sampling.grammar_kernels import exclude_address
+from engine.sampling.grammar import MASK_BITS, CompiledGrammar
+from engine.sampling.sampler_kernels import exclude_address
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import LogitsRow
 
-_BITS = 32
 _TOKEN_S = 0.005
 _FREE_S = 0.5
 """CPU time that a request's grammar may take in steps: for each sampled token, and beyond that until tokens that take
@@ -188,7 +187,7 @@ def _forbid(mask: npt.NDArray[np.int32], ending_ids: Iterable[int]) -> None:
     """Remove the tokens that would end the output before min_tokens, unless the grammar allows no others."""
     others = mask.copy()
     for token_id in ending_ids:
-        others.view(np.uint32)[token_id // _BITS] &= ~np.uint32(1 << token_id % _BITS)
+        others.view(np.uint32)[token_id // MASK_BITS] &= ~np.uint32(1 << token_id % MASK_BITS)
     if others.any():
         mask[:] = others
 
@@ -213,7 +212,7 @@ class GrammarMasks:
         constrained = [index for index, row in enumerate(rows) if row.request.grammar is not None]
         if not constrained:
             return set()
-        masks = np.zeros((len(rows), -(-logits.shape[1] // _BITS)), np.int32)
+        masks = np.zeros((len(rows), -(-logits.shape[1] // MASK_BITS)), np.int32)
         heads = ((index, self._grammar_of(rows[index].request)) for index in constrained if not rows[index].drafted)
         unknown: set[int] = set()
         step_left_s = _STEP_S
@@ -280,7 +279,7 @@ def warm_up_masks(logits: Tensor) -> None:
     if logits.device.type == "cpu" or not has_xgrammar():
         return
     for num_rows in _KERNEL_VARIANTS:
-        all_allowed = np.full((num_rows, -(-logits.shape[1] // _BITS)), -1, np.int32)
+        all_allowed = np.full((num_rows, -(-logits.shape[1] // MASK_BITS)), -1, np.int32)
         _exclude_on_gpu(logits.new_zeros((num_rows, logits.shape[1])), all_allowed, range(num_rows))
 
 

@@ -6,6 +6,7 @@ Anything else is rejected with its path and keyword: xgrammar would ignore it, a
 schema. As in OpenAI's strict mode objects have the declared properties alone, unless `additionalProperties` says
 otherwise. Unknown keywords have no effect, as JSON Schema prescribes.
 A check runs in event loops and between steps, so its work is bounded: by the limits below, and by what it keeps.
+Schemas of other programs become short texts first (`without_annotations`, `json_text`): a constraint has a limit.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
-from engine.sampling.schema_text import INNER_SCHEMAS, MAX_DEPTH, SCHEMA_LISTS
 
 MAX_JSON_DEPTH = 100
+MAX_DEPTH = 32
+"""Subschemas inside each other."""
 MAX_PROPERTIES = 500
 """Of all objects of a schema together; the time to compile is quadratic in those of one object."""
 MAX_ENUM_VALUES = 1000
@@ -57,6 +59,10 @@ _UNSUPPORTED = frozenset({
     "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else", "extends", "id", "if",
     "maxContains", "minContains", "not", "patternProperties", "propertyNames", "then", "unevaluatedItems",
 })  # fmt: skip
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+_INNER_SCHEMAS = ("items", "additionalProperties")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _OF_TYPE = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties",
@@ -83,9 +89,8 @@ def checked_schema(text: str, translated_pattern: PatternTranslation) -> str:
         problem = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
         raise InvalidRequest("json_schema", problem, "a JSON schema") from None
     if _depth(schema) > MAX_JSON_DEPTH:
-        raise InvalidRequest(
-            "json_schema", f"is nested more than {MAX_JSON_DEPTH} deep", f"at most {MAX_DEPTH} schemas"
-        )
+        problem = f"is nested more than {MAX_JSON_DEPTH} deep"
+        raise InvalidRequest("json_schema", problem, f"at most {MAX_DEPTH} schemas")
     _Checker(schema, translated_pattern).check()
     return json.dumps(schema)
 
@@ -205,7 +210,7 @@ class _Checker:
             if present and not types and type_name in ("string", "number"):
                 raise _wrong(path, present[0], "requires type")
         if not types:
-            types = {name for name in ("object", "array") if _has_any(schema, _OF_TYPE[name])}
+            types = {name for name in ("object", "array") if not schema.keys().isdisjoint(_OF_TYPE[name])}
             if len(types) > 1:
                 raise _wrong(path, "properties and items together", "require type")
             if types:
@@ -295,13 +300,12 @@ class _Checker:
         return self._patterns[pattern]
 
     def _children(self, schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
-        for keyword in SCHEMA_LISTS:
+        for keyword in _SCHEMA_LISTS:
             for index, child in enumerate(_listed(schema.get(keyword))):
                 yield child, f"{path}/{keyword}/{index}"
-        properties = schema.get("properties", {})
-        for name, child in properties.items() if isinstance(properties, dict) else ():
+        for name, child in _properties(schema).items():
             yield child, f"{path}/properties/{name[:64]}"
-        for keyword in INNER_SCHEMAS:
+        for keyword in _INNER_SCHEMAS:
             if schema.get(keyword, False) is not False:
                 yield schema[keyword], f"{path}/{keyword}"
 
@@ -319,9 +323,8 @@ class _Checker:
     def _target(self, reference: Any, path: str) -> Any:
         allowed = "#, or a pointer like #/$defs/name"
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise _wrong(
-                path, "$ref", f"{shown(reference)} is not within this schema: remote $ref is not supported", allowed
-            )
+            problem = f"{shown(reference)} is not within this schema: remote $ref is not supported"
+            raise _wrong(path, "$ref", problem, allowed)
         if "~" in reference or "%" in reference or "" in reference.split("/")[1:]:
             problem = f"{shown(reference)} has an escape or an empty name, which is not supported"
             raise _wrong(path, "$ref", problem, allowed)
@@ -425,10 +428,6 @@ def _check_multiple(schema: dict[str, Any], path: str, *, has_bounds: bool, is_i
         raise _wrong(path, "multipleOf", f"{shown(value)} is out of range", f"1..{MAX_MULTIPLE}")
 
 
-def _has_any(schema: Mapping[str, Any], keywords: tuple[str, ...]) -> bool:
-    return any(keyword in schema for keyword in keywords)
-
-
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
@@ -470,3 +469,32 @@ def _types_of(value: Any) -> set[str]:
             return {"array"}
         case _:
             return {"object"}
+
+
+def without_annotations(schema: Any, depth: int = 0) -> Any:
+    """`schema` without its titles, descriptions, defaults and examples, on which no value depends. What is nested
+    deeper than a schema may be stays as it is."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return schema
+    plain = {keyword: value for keyword, value in schema.items() if keyword not in _ANNOTATIONS}
+    for keyword in _NAMED_SCHEMAS:
+        if isinstance(named := plain.get(keyword), dict):
+            plain[keyword] = {name: without_annotations(one, depth + 1) for name, one in named.items()}
+    for keyword in _SCHEMA_LISTS:
+        if isinstance(listed := plain.get(keyword), list):
+            plain[keyword] = [without_annotations(one, depth + 1) for one in listed]
+    for keyword in _INNER_SCHEMAS:
+        if keyword in plain:
+            plain[keyword] = without_annotations(plain[keyword], depth + 1)
+    return plain
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON without escapes, with which Chinese text would be twice as long; with them where it has a lone
+    surrogate, which no text may have."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, Constraint, check_constraint
-from engine.sampling.schema_text import json_text
+from engine.sampling.json_schema import json_text
 from engine.vllm_names import SAMPLING_ARGUMENTS, supported
 
 GREEDY_BELOW = 1e-5

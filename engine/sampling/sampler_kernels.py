@@ -1,4 +1,5 @@
-"""The compiled sampler of rows of logits on CPU, called with addresses by `engine.sampling.sampler`.
+"""The compiled sampler of rows of logits on CPU, called with addresses by `sampler.py`; and, called by
+`grammar_masks.py`, what excludes the tokens that a constraint's mask does not admit.
 
 A row takes a few passes over its vocabulary, in float64. Where a filter compares weights, they are counted into buckets
 by their exponent and the first bits of their mantissa, and only the bucket in which the filter ends is put in order, so
@@ -17,7 +18,7 @@ import math
 import numpy as np
 
 from engine.attention.compilation import kernel, kernel_part
-from engine.attention.simd import FLOAT32, INT64, as_double, bits_of_double, next_task, pointer
+from engine.attention.simd import FLOAT32, INT32, INT64, as_double, bits_of_double, next_task, pointer
 
 FLOAT64 = np.float64(0)
 BLOCK = 256
@@ -242,3 +243,27 @@ def _invert(weights, vocab, sums, target):
             if running > target:
                 break
     return token
+
+
+@functools.cache
+def exclude_address() -> int:
+    """`void(int64*)`: counter, rows, vocab, addresses of the rows' logits and masks int64 [rows, 2]. Logits are
+    float32, masks int32 [ceil(vocab / 32)] with a bit for each token; the logits of those without it become -inf."""
+
+    @kernel
+    def compiled(a):
+        addresses, num_rows, vocab = pointer(a[3], INT64), a[1], a[2]
+        for row in range(num_rows):
+            _exclude(pointer(addresses[2 * row], FLOAT32), pointer(addresses[2 * row + 1], INT32), vocab)
+
+    return int(compiled.address)
+
+
+@kernel_part
+def _exclude(logits, mask, vocab):
+    for first in range(0, vocab, 32):
+        word = mask[first // 32]
+        if word != -1:
+            for bit in range(min(32, vocab - first)):
+                if (word >> bit) & 1 == 0:
+                    logits[first + bit] = -np.inf

@@ -19,8 +19,8 @@ import msgspec
 
 from engine.errors import InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, MAX_CONSTRAINT_BYTES, check_constraint
+from engine.sampling.json_schema import json_text, without_annotations
 from engine.sampling.params import SamplingParams
-from engine.sampling.schema_text import json_text, without_annotations
 from engine.sampling.structural_tag import CONTROL
 from engine.text.chat_output import (
     HERMES,

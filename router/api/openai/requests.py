@@ -18,7 +18,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
 from engine.errors import shown
-from engine.sampling.schema_text import json_text
+from engine.sampling.json_schema import json_text
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.chat_messages import Message, NamedTool, Tool
 from router.api.openai.errors import invalid_body

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling.schema_text import MAX_DEPTH, json_text, without_annotations
+from engine.sampling.json_schema import MAX_DEPTH, json_text, without_annotations
 from tests.engine.sampling.schemas import STRING, check, suite_schemas
 
 TEXTS = {"title": "T", "description": "D", "default": {"title": 1}, "examples": [{"description": 2}]}

@@ -15,10 +15,9 @@ from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, Tokenizer
 
 from engine.core.messages import EngineRequest
 from engine.sampling.constraints import MAX_WHITESPACE
-from engine.sampling.grammar import Grammar
+from engine.sampling.grammar import Grammar, WhitespaceLimit
 from engine.sampling.grammar_masks import _RequestGrammar
 from engine.sampling.params import SamplingParams
-from engine.sampling.whitespace import WhitespaceLimit
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_output import LogitsRow
 from router.request.chat import ChatOutput
