@@ -100,8 +100,8 @@ def _download(model: str, revision: str | None) -> Path:
             hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
         )
     except Exception as error:  # the hub's network, permission and lookup errors have no common base
-        reason = str(error).strip().splitlines()
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelNotFound(
-            f"model {model!r} could not be fetched from the Hugging Face hub: {reason[0] if reason else type(error)}; "
+            f"model {model!r} could not be fetched from the Hugging Face hub: {reason}; "
             "check the name and the network (and HF_TOKEN for a private model), or give the folder of a checkpoint"
         ) from error

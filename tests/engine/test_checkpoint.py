@@ -71,3 +71,14 @@ def test_a_hub_id_fetches_safetensors_and_never_pickles(monkeypatch: pytest.Monk
     assert (name, revision) == ("owner/name", "v1")
     assert "*.safetensors" in patterns
     assert not {"*.bin", "*.pt", "*"} & set(patterns)
+
+
+def test_an_error_of_the_hub_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub:
+        @staticmethod
+        def snapshot_download(*_: object, **__: object) -> None:
+            raise TimeoutError
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    with pytest.raises(ModelNotFound, match="from the Hugging Face hub: TimeoutError; check the name"):
+        resolve("owner/name")
