@@ -1,4 +1,4 @@
-"""Holds vLLM's AsyncLLM and serves one `AsyncEngine`, as engine/core/loop.py serves the built-in engine.
+"""Holds vLLM's AsyncLLM and serves one `AsyncEngine`, as engine/core/process.py serves the built-in engine.
 
     AddRequest ─▶ a task: constraint compiled ─▶ AsyncLLM.generate ─▶ TokensEvent … ─▶ ended
                     └─ AbortRequests: the task is cancelled, and vLLM aborts the request
