@@ -63,7 +63,7 @@ def drafter_for(llm: LLM, outputs: Outputs, hit_rate: float) -> Drafter:
         max_num_rows=config.max_num_seqs,
         max_model_len=info.max_model_len,
         predictor=predictor,
-        num_admitted=llm.core._runner.num_admitted,
+        num_admitted=llm.core._runner.grammars.num_admitted,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from engine.config import EngineConfig
+from engine.imports import named
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
@@ -141,8 +141,7 @@ def file_system(folder: Path) -> str:
 def set_up_process(config: EngineConfig) -> None:
     """Call the configured function, which sets up logging."""
     if config.process_setup:
-        module_name, _, function_name = config.process_setup.partition(":")
-        getattr(importlib.import_module(module_name), function_name)(**config.process_setup_options)
+        named(config.process_setup)(**config.process_setup_options)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, compress
 from typing import NamedTuple
@@ -30,6 +30,7 @@ class ModelRunner:
         self._executor = executor
         self._kv = kv
         self._sampler = TokenSampler()
+        self.grammars = self._sampler.grammars
         self._prompt_logprobs = PromptLogprobs(executor.compute_logits)
 
     @torch.inference_mode()
@@ -59,14 +60,6 @@ class ModelRunner:
             is_finite = self._executor.compute_logits(hidden, rows[failed]).amax(dim=-1).isfinite().tolist()
             nothing_allowed = frozenset(queries[index].request.request_id for index in compress(failed, is_finite))
         return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
-
-    def replay(self, requests: Iterable[Request], seconds: float) -> list[Request]:
-        """See `GrammarMasks.replay`."""
-        return self._sampler.grammars.replay(requests, seconds)
-
-    def num_admitted(self, request: Request, token_ids: Sequence[int]) -> int:
-        """See `GrammarMasks.num_admitted`."""
-        return self._sampler.grammars.num_admitted(request, token_ids)
 
     def warm_up(self) -> float:
         """Compile kernels, record decode steps and touch memory before the first request. Writes to block 0, while no

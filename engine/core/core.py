@@ -123,7 +123,7 @@ class EngineCore:
             config.num_speculative_tokens,
             max_num_rows=config.max_num_seqs,
             max_model_len=max_model_len,
-            num_admitted=self._runner.num_admitted,
+            num_admitted=self._runner.grammars.num_admitted,
         )
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len, drafter=drafter)
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
@@ -293,7 +293,7 @@ class EngineCore:
         if not waiting:
             return False
         num_streams = sum(not request.is_prompt for request in self.scheduler.running)
-        for request in self._runner.replay(waiting, replay_s(self.scheduler.step_cost, num_streams)):
+        for request in self._runner.grammars.replay(waiting, replay_s(self.scheduler.step_cost, num_streams)):
             request.is_replayed = True
         return any(request.awaits_replay for request in waiting)
 

@@ -10,15 +10,13 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 
 from engine.scheduling.request import Request
 
 _MAX_PLANNED = 64
 """Waiting requests whose TTFT a step takes into account."""
-
-
-def _order(request: Request) -> tuple[int, bool, int]:
-    return request.order
+_order = attrgetter("order")
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.source, self.tool_source = source, source if tool_source is None else tool_source
         try:
             self._template, self._tool_template = map(environment.from_string, (self.source, self.tool_source))
@@ -226,10 +226,6 @@ def _texts_of_forms(render: Callable[[Messages], str], probe: Messages) -> dict[
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _to_json(
