@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -82,14 +82,17 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
             return Constraint("grammar", _grammar_of_choice(value))
         case "json_schema":
             text = _text(name, value, MAX_CONSTRAINT_BYTES)
-            schema = checked_schema(text, _translated_pattern)
+            schema = checked_schema(text, partial(translated_regex, "pattern", in_json=True))
             return Constraint("json_schema", schema, limits_whitespace=True, is_json=True)
         case "regex":
             return Constraint("regex", translated_regex(name, _text(name, value, MAX_REGEX_CHARS)))
         case "grammar":
             return Constraint("grammar", _followed_exactly(_text(name, value, MAX_CONSTRAINT_BYTES)))
         case _:
-            return _structural_tag(_text(name, value, MAX_CONSTRAINT_BYTES))
+            text = _text(name, value, MAX_CONSTRAINT_BYTES)
+            tag, kinds = checked_structural_tag(text, _part_of_tag, MAX_WHITESPACE)
+            is_json = "json_schema" in kinds
+            return Constraint("structural_tag", tag, limits_whitespace=kinds == {"json_schema"}, is_json=is_json)
 
 
 def _followed_exactly(grammar: str) -> str:
@@ -102,23 +105,6 @@ def _followed_exactly(grammar: str) -> str:
         if match["defines"]:
             raise InvalidRequest("grammar", f"has a rule with attributes: {shown(match[0])}", "name ::= …")
     return grammar
-
-
-def _structural_tag(text: str) -> Constraint:
-    """Beside regular expressions and grammars, xgrammar alone can distinguish white space of JSON from theirs."""
-    kinds = set[str]()
-
-    def checked_part(kind: str, source: Any) -> str:
-        kinds.add(kind)
-        return _part_of_tag(kind, source)
-
-    checked = checked_structural_tag(text, checked_part, {})
-    if "json_schema" not in kinds:
-        return Constraint("structural_tag", checked)
-    if kinds == {"json_schema"}:
-        return Constraint("structural_tag", checked, limits_whitespace=True, is_json=True)
-    checked = checked_structural_tag(text, _part_of_tag, {"max_whitespace_cnt": MAX_WHITESPACE})
-    return Constraint("structural_tag", checked, is_json=True)
 
 
 def _part_of_tag(kind: str, source: Any) -> str:
@@ -157,10 +143,6 @@ def _grammar_of_choice(texts: Any) -> str:
 def _escaped(text: str) -> str:
     """`text` inside the quotes of an EBNF string."""
     return re.sub(r'["\\\x00-\x1f\x7f]', lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _translated_pattern(pattern: str) -> str:
-    return translated_regex("pattern", pattern, in_json=True)
 
 
 # Regular expressions: Python's syntax and, with re.ASCII, its meaning; the whole output must match.

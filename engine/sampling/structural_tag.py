@@ -42,9 +42,10 @@ _MEMBERS = {
 LeafCheck = Callable[[str, Any], str]
 
 
-def checked_structural_tag(text: str, check_leaf: LeafCheck, json_options: dict[str, Any]) -> str:
-    """The tag in `text` as xgrammar is to read it. `check_leaf` gets the kind and the source of a constraint inside,
-    and returns the source for xgrammar; every JSON schema gets `json_options`. Raises InvalidRequest with the path."""
+def checked_structural_tag(text: str, check_leaf: LeafCheck, max_whitespace: int) -> tuple[str, set[str]]:
+    """The tag in `text` as xgrammar is to read it, and the kinds of constraints inside. `check_leaf` gets the kind and
+    the source of one, and returns the source for xgrammar. Beside other kinds xgrammar alone can distinguish white
+    space of JSON from theirs, and limits it to `max_whitespace`. Raises InvalidRequest with the path."""
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -52,11 +53,13 @@ def checked_structural_tag(text: str, check_leaf: LeafCheck, json_options: dict[
         raise InvalidRequest("structural_tag", problem, "a structural tag") from None
     if not isinstance(tag, dict) or set(tag) != {"type", "format"} or tag["type"] != "structural_tag":
         raise _wrong("", "is not a structural tag", '{"type": "structural_tag", "format": {…}}')
-    checker = _Checker(check_leaf, json_options)
+    checker = _Checker(check_leaf)
     checked = checker.checked(tag["format"], "/format", 0)
-    if checker.has_json and checker.excluded_by_json is not None:
+    if checker.schemas and checker.excluded_by_json is not None:
         raise checker.excluded_by_json
-    return json.dumps({"type": "structural_tag", "format": checked})
+    for schema in checker.schemas if len(checker.kinds) > 1 else ():
+        schema["max_whitespace_cnt"] = max_whitespace
+    return json.dumps({"type": "structural_tag", "format": checked}), checker.kinds
 
 
 def _wrong(path: str, problem: str, allowed: str | None = None) -> InvalidRequest:
@@ -66,11 +69,13 @@ def _wrong(path: str, problem: str, allowed: str | None = None) -> InvalidReques
 class _Checker:
     """Checks the formats of one structural tag."""
 
-    def __init__(self, check_leaf: LeafCheck, json_options: dict[str, Any]) -> None:
+    def __init__(self, check_leaf: LeafCheck) -> None:
         self._check_leaf = check_leaf
-        self._json_options = json_options
         self._num_formats = 0
-        self.has_json = False
+        self.kinds: set[str] = set()
+        """Of the constraints inside."""
+        self.schemas: list[dict[str, Any]] = []
+        """The checked formats of JSON schemas."""
         self.excluded_by_json: InvalidRequest | None = None
         """A text that an output with JSON in it cannot have."""
 
@@ -86,14 +91,16 @@ class _Checker:
         if unknown := set(given) - _MEMBERS[kind] - {"type"}:
             raise _wrong(path, f"{kind} has no {shown(min(unknown))}", ", ".join(sorted(_MEMBERS[kind])))
         _check_members(given, kind, path)
-        self.has_json |= kind == "json_schema"
         for name in _TEXTS.get(kind, ()):
             if CONTROL.search(given[name]) and self.excluded_by_json is None:
                 problem = f"{name} {shown(given[name])} has control characters, which are excluded beside JSON"
                 self.excluded_by_json = _wrong(path, problem, "line feeds")
         checked = dict(given)
         if kind in _LEAVES:
-            checked |= self._leaf(kind, given[_LEAVES[kind]], path)
+            checked[_LEAVES[kind]] = self._leaf(kind, given[_LEAVES[kind]], path)
+            self.kinds.add(kind)
+        if kind == "json_schema":
+            self.schemas.append(checked)
         if "content" in given:
             checked["content"] = self.checked(given["content"], f"{path}/content", depth + 1)
         if kind in _LISTS:
@@ -104,14 +111,12 @@ class _Checker:
             checked[name] = parts
         return checked
 
-    def _leaf(self, kind: str, source: Any, path: str) -> dict[str, Any]:
+    def _leaf(self, kind: str, source: Any, path: str) -> Any:
         try:
             checked = self._check_leaf(kind, source)
         except InvalidRequest as error:
             raise _wrong(path, f"{error.field} {error.problem}", error.allowed) from None
-        if kind == "json_schema":
-            return {"json_schema": json.loads(checked), **self._json_options}
-        return {_LEAVES[kind]: checked}
+        return json.loads(checked) if kind == "json_schema" else checked
 
 
 def _check_members(given: dict[str, Any], kind: str, path: str) -> None:
