@@ -117,14 +117,14 @@ class AsyncEngine:
             if not first.done():
                 raise (EngineStartError if link.status == CANNOT_START else EngineDeadError)(dead.result())
             info = first.result()
+            if not isinstance(info, EngineInfo):
+                raise EngineError("the engine core sent no EngineInfo first")
         except BaseException:
             await link.close()
             raise
         finally:
             dead.cancel()
             first.cancel()
-        if not isinstance(info, EngineInfo):
-            raise EngineError("the engine core sent no EngineInfo first")
         return cls(link, info)
 
     @property

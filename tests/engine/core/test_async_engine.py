@@ -25,6 +25,7 @@ from engine.core.async_engine import AsyncEngine
 from engine.core.messages import (
     STEP_TOKENS,
     CoreMessage,
+    EngineLoad,
     EngineRequest,
     HoldKV,
     LeaseCommand,
@@ -329,6 +330,26 @@ async def test_a_core_that_ends_while_it_loads_may_start_later_unless_its_status
     with pytest.raises(error, match="ended with status") as caught:
         await AsyncEngine.start(EngineConfig(model="m", python=str(script)))
     assert may_pass(caught.value) == (error is EngineDeadError)
+
+
+@on_module_loop
+async def test_a_core_that_does_not_introduce_itself_is_ended(tmp_path: Path) -> None:
+    message = msgspec.msgpack.encode(Outputs([], EngineLoad()))
+    (script := tmp_path / "python").write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, sys, zmq\n"
+        "pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "socket = zmq.Context().socket(zmq.PAIR)\n"
+        "socket.set(zmq.RCVTIMEO, 60_000)\n"
+        "socket.connect(sys.argv[-1])\n"
+        f"socket.send({message!r})\n"
+        "socket.recv()\n"
+        "os._exit(0)\n"
+    )
+    script.chmod(0o755)
+    with pytest.raises(EngineError, match="no EngineInfo first"):
+        await AsyncEngine.start(EngineConfig(model="m", python=str(script)))
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @on_module_loop
