@@ -262,7 +262,7 @@ def _check_api_key(value: str | None) -> str | None:
 
 
 def _check_connector(value: str) -> str:
-    from instance.connectors import check_names  # late: `--help` needs none of it
+    from instance.config import check_names  # late: `--help` needs none of it
 
     try:
         for name in value.split(","):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from instance.config import ListenSettings, TransferSection, _connector_config
+from instance.config import ListenSettings, TransferSection, connector_config
 from kv_transfer.nixl.agent import NetDevices, NixlAgent, UcxSettings, net_device_of, with_needed
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest
@@ -261,13 +261,13 @@ def test_an_unknown_option_is_named() -> None:
 
 def test_settings_of_an_instance_become_options() -> None:
     transfer = TransferSection(connector="nixl", secret_file=Path("key"), options={"ucx_tls": "tcp"})
-    config = _connector_config(transfer, "10.0.0.7")
+    config = connector_config(transfer, "10.0.0.7")
     assert config.class_path == "kv_transfer.nixl.connector:NixlConnector"
     assert config.options == {"kv_secret_file": "key", "ucx_tls": "tcp", "address": "10.0.0.7"}
     with pytest.raises(SettingsError, match=r"folder .* is not supported by the nixl connector"):
-        _connector_config(TransferSection(connector="nixl", secret_file=Path("key"), folder=Path("x")))
+        connector_config(TransferSection(connector="nixl", secret_file=Path("key"), folder=Path("x")))
     with pytest.raises(SettingsError, match="secret_file"):
-        _connector_config(TransferSection(connector="nixl"))
+        connector_config(TransferSection(connector="nixl"))
     server = ListenSettings(listen="0.0.0.0:50051", advertise="10.0.0.7:50051")
     assert server.advertised_host == "10.0.0.7"
     assert ListenSettings(listen="127.0.0.1:0").advertised_host == "127.0.0.1"

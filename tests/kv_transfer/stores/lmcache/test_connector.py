@@ -10,7 +10,7 @@ import pytest
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from instance.config import TransferSection, _connector_config
+from instance.config import TransferSection, connector_config
 from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheDisk, LMCacheOptions, make_store
 from kv_transfer.stores.lmcache.names import ObjectName
 from kv_transfer.stores.lmcache.server import LMCacheServer
@@ -73,15 +73,15 @@ def test_connector_starts_without_its_server() -> None:
 
 def test_settings_of_an_instance_become_options() -> None:
     key = Path("key")
-    config = _connector_config(TransferSection(connector="lmcache", folder=Path("/kv"), secret_file=key))
+    config = connector_config(TransferSection(connector="lmcache", folder=Path("/kv"), secret_file=key))
     assert config.class_path == "kv_transfer.stores.lmcache.connector:LMCacheConnector"
     assert config.options == {"path": "/kv", "kv_secret_file": "key"}
-    config = _connector_config(TransferSection(connector="lmcache", url="tcp://kv:5555", secret_file=key))
+    config = connector_config(TransferSection(connector="lmcache", url="tcp://kv:5555", secret_file=key))
     assert config.options == {"url": "tcp://kv:5555", "kv_secret_file": "key"}
     with pytest.raises(SettingsError, match=r"transfer\.folder .*transfer\.url .*required by the lmcache connector"):
-        _connector_config(TransferSection(connector="lmcache", secret_file=key))
+        connector_config(TransferSection(connector="lmcache", secret_file=key))
     with pytest.raises(SettingsError, match=r"transfer\.secret_file is required by the lmcache connector"):
-        _connector_config(TransferSection(connector="lmcache", folder=Path("/kv")))
+        connector_config(TransferSection(connector="lmcache", folder=Path("/kv")))
 
 
 def test_local_stack_has_it_on_disk(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from instance.config import TransferSection, _connector_config
+from instance.config import TransferSection, connector_config
 from kv_transfer.page.format import HEADER_BYTES
 from kv_transfer.page.naming import PageKey, PageNaming
 from kv_transfer.secret import ensure_secret
@@ -357,13 +357,13 @@ def test_wrong_options_are_named(options: dict[str, object], message: str) -> No
 
 def test_settings_of_an_instance_become_options() -> None:
     transfer = TransferSection(connector="redis", url="redis://kv:6379", secret_file=Path("key"))
-    config = _connector_config(transfer)
+    config = connector_config(transfer)
     assert config.class_path == "kv_transfer.stores.redis.connector:RedisConnector"
     assert config.options == {"url": "redis://kv:6379", "kv_secret_file": "key"}
     with pytest.raises(SettingsError, match=r"transfer\.url .*is required by the redis connector"):
-        _connector_config(TransferSection(connector="redis", secret_file=Path("key")))
+        connector_config(TransferSection(connector="redis", secret_file=Path("key")))
     with pytest.raises(SettingsError, match=r"transfer\.secret_file is required by the redis connector"):
-        _connector_config(TransferSection(connector="redis", url="redis://kv:6379"))
+        connector_config(TransferSection(connector="redis", url="redis://kv:6379"))
 
 
 # Values changed by other clients
