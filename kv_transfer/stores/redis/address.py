@@ -1,4 +1,4 @@
-"""Where a Redis is and how to get there: address, name and TCP within a deadline, account and password."""
+"""Where a Redis is and how to get there: address, name and TCP within a deadline, TLS, account and password."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import queue
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -194,3 +196,30 @@ def _resolve(host: str, port: int, deadline: float) -> list[Any]:
     if isinstance(found, OSError):
         raise found
     return found
+
+
+def tls_contexts(*, ca_file: str = "", cert_file: str = "", key_file: str = "") -> Callable[[], ssl.SSLContext]:
+    """A function that returns the context for a new connection: of the files as they are, or, while one of them is half
+    written or the key is another certificate's, as they were last usable. Raises EngineError where they are not yet.
+
+    Every context verifies the server and its name, against `ca_file` alone if there is one: redis-py's own options
+    would trust the system's authorities as well.
+    """
+    from serving.file_watcher import FileWatcher  # imports pydantic, which plain TCP does not need
+    from serving.settings import SettingsError
+
+    def read() -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=ca_file or None)
+            if cert_file:
+                context.load_cert_chain(cert_file, key_file or None)
+        except OSError as error:  # an SSLError is one, too
+            raise SettingsError(f"redis TLS files: {error.strerror or error}") from error
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        return context
+
+    paths = [Path(path) for path in (ca_file, cert_file, key_file) if path]
+    try:
+        return FileWatcher(paths, read).current
+    except SettingsError as error:
+        raise EngineError(str(error)) from error

@@ -32,6 +32,7 @@ from kv_transfer.stores.redis.address import (
     ConnectionFailed,
     RedisAddress,
     RedisLogin,
+    tls_contexts,
 )
 from kv_transfer.stores.redis.connection import (
     ErrorReply,
@@ -123,8 +124,6 @@ def make_endpoint(options: RedisOptions) -> RedisEndpoint:
         )
     tls = None
     if address.tls:
-        from kv_transfer.stores.redis.tls import tls_contexts  # imports pydantic, which plain TCP does not need
-
         tls = tls_contexts(ca_file=options.tls_ca_file, cert_file=options.tls_cert_file, key_file=options.tls_key_file)
     return RedisEndpoint(
         address, login, tls=tls, connect_timeout_s=options.connect_timeout_s, timeout_s=options.timeout_s

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineError
-from kv_transfer.stores.redis.address import ConnectionFailed
+from kv_transfer.stores.redis.address import ConnectionFailed, tls_contexts
 from kv_transfer.stores.redis.connector import RedisStore
-from kv_transfer.stores.redis.tls import tls_contexts
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of
 from tests.kv_transfer.stores.contract import HEADER, PAGE, key_of, read
