@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import socket
 import ssl
@@ -32,13 +33,13 @@ from redis import sentinel as redis_sentinel
 from kv_transfer.page.format import Buffer
 from kv_transfer.stores.base import StoreError, rest_of
 from kv_transfer.stores.redis.address import ConnectionFailed, RedisAddress, RedisLogin, connect_tcp
-from kv_transfer.stores.redis.slots import Slots
 
 T = TypeVar("T")
 CLIENT_NAME = "tandem-kv"
 RECEIVE_BYTES = 4 << 20
 _BUFFER_BYTES = 4096  # a line must fit; the part of a page that arrives with it is copied once more
 _SCRATCH_BYTES = 1 << 16
+_PATIENCE_S = 0.05  # some ten pages
 _TIMEVAL = struct.Struct("@ll")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _RUN_ID = re.compile(rb"run_id:([0-9a-f]+)")
@@ -152,10 +153,8 @@ class PageConnection(redis.Connection):
     def interrupt(self) -> None:
         """From any thread: the one that waits on the socket gets an error."""
         # Not SSLSocket's own shutdown, which drops the TLS layer: a reader would then take ciphertext for the answer.
-        sock: socket.socket | None = cast(Any, self)._sock
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        with contextlib.suppress(OSError, ConnectionFailed):
+            socket.socket.shutdown(self._open_socket(), socket.SHUT_RDWR)
 
     def is_quiet(self) -> bool:
         """Connected, and nothing came that no request asked for. For when no answer is due."""
@@ -345,10 +344,41 @@ class RedisEndpoint:
         self.run_id = run_id
 
 
-def encode(*arguments: bytes | str | int) -> bytes:
-    """A command without a page."""
-    parts = [argument if isinstance(argument, bytes) else str(argument).encode() for argument in arguments]
-    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
+class Slots:
+    """A semaphore for threads that come back at once, in which none is overtaken for longer than `_PATIENCE_S`. Strict
+    order would leave a connection idle until the next thread runs: a sixth of the throughput. Without any, a page may
+    wait as long as others come."""
+
+    def __init__(self, num_free: int) -> None:
+        self._changed = threading.Condition()
+        self._num_free = num_free
+        self._waiting: dict[int, float] = {}  # since when, the longest first, by thread
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._waiting[me] = time.monotonic()
+            try:
+                while self._num_free == 0 or self._impatient() not in (None, me):
+                    if self._num_free:
+                        self._changed.notify_all()  # this one was notified before the other became impatient
+                    self._changed.wait()
+                self._num_free -= 1
+            finally:  # also after Ctrl-C: or it would be the longest for ever
+                del self._waiting[me]
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """A slot is free, or a new one is there."""
+        with self._changed:
+            self._num_free += 1
+            self._changed.notify(1 if self._impatient() is None else len(self._waiting))
+
+    def _impatient(self) -> int | None:
+        me, since_s = next(iter(self._waiting.items()), (0, math.inf))
+        return me if time.monotonic() - since_s > _PATIENCE_S else None
 
 
 class PagePool:

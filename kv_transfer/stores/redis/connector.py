@@ -40,7 +40,6 @@ from kv_transfer.stores.redis.connection import (
     PagePool,
     RedisEndpoint,
     connection_failed,
-    encode,
 )
 from kv_transfer.transfer.connector import parse_options
 
@@ -325,6 +324,12 @@ class RedisStore:
 
     def _ttl_ms(self, key: PageKey) -> int:
         return round(1000 * (self._options.tail_ttl_s if key.scope else self._options.ttl_s))
+
+
+def encode(*arguments: bytes | str | int) -> bytes:
+    """A command without a page."""
+    parts = [argument if isinstance(argument, bytes) else str(argument).encode() for argument in arguments]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
 
 
 def _reason(reply: object) -> str | None:

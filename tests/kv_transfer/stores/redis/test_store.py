@@ -1,4 +1,5 @@
-"""Pages in a real Redis: the store's contract, connections that stay in step, values changed by other clients."""
+"""Pages in a real Redis: the store's contract, connections that stay in step, values changed by other clients,
+turns at connections."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ import pytest
 
 from kv_transfer.stores.base import BadValue, StoreError
 from kv_transfer.stores.redis.address import ConnectionFailed
-from kv_transfer.stores.redis.connection import ErrorReply
+from kv_transfer.stores.redis.connection import ErrorReply, Slots
 from kv_transfer.stores.redis.connector import RedisOptions, RedisStore
 from tests.kv_transfer.stores.contract import HEADER, PAGE, check_contract, check_header_first, key_of, read
 from tests.kv_transfer.stores.redis.redis_server import RedisServer, name_of, options_of, redis_server
-from tests.waiting import Stopwatch
+from tests.waiting import Stopwatch, wait_until
 
 PASSWORD = "open-sesame"
 
@@ -258,3 +259,46 @@ def test_error_lines_of_the_server_become_reasons() -> None:
         b"ERR unknown command 'KVBYTES'": "error",
     }
     assert {line: str(ErrorReply.of(line)) for line in lines} == lines
+
+
+# Turns at connections
+
+
+def test_no_thread_waits_for_as_long_as_others_come_back() -> None:
+    slots, counts, stop = Slots(1), [0] * 4, threading.Event()
+
+    def come_back(index: int) -> None:
+        while not stop.is_set():
+            with slots:
+                counts[index] += 1
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=come_back, args=(index,)) for index in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: min(counts) >= 3, lambda: f"one of them waits: {counts}")
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_as_many_enter_as_there_are_slots_and_new_ones_are_used() -> None:
+    slots, inside, leave = Slots(2), list[int](), threading.Event()
+
+    def enter(index: int) -> None:
+        with slots:
+            inside.append(index)
+            leave.wait()
+
+    threads = [threading.Thread(target=enter, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(inside) == 2)
+    slots.release()
+    wait_until(lambda: len(inside) == 3)
+    time.sleep(0.1)
+    assert len(inside) == 3
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(inside) == [0, 1, 2, 3]
