@@ -17,8 +17,7 @@ from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.stores.files import SharedStorage
-from kv_transfer.stores.lmcache.names import ObjectName
-from kv_transfer.stores.lmcache.server import LMCacheServer
+from kv_transfer.stores.lmcache.server import LMCacheServer, ObjectName
 from kv_transfer.transfer.connector import parse_options
 
 _EXAMPLES = {

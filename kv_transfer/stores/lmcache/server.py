@@ -27,6 +27,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,6 @@ from kv_transfer.stores.base import (
     OutageLog,
     StoreError,
 )
-from kv_transfer.stores.lmcache.names import ObjectName
 
 if TYPE_CHECKING:
     from kv_transfer.stores.lmcache.connector import LMCacheOptions
@@ -55,10 +55,50 @@ MAX_VALUE_BYTES = 256 << 20
 OPERATION = "server_module_call"
 PUT, GET, CONTAINS, DELETE = ("tandem_kv.put", "tandem_kv.get", "tandem_kv.contains", "tandem_kv.delete")
 _LENGTH = struct.Struct(">I")
+_MODEL = "tandem-v1-"
+_TANDEM_MODEL = re.compile(_MODEL + "[0-9a-f]{16}")
+_SALT = re.compile("[0-9a-f]{64}")
+_HASH_BYTES = 32
 _MAX_HEAD_BYTES = 1024
 _URL = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _CLOSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Names a page in LMCache: the parts of its ObjectKey that differ between pages; rank and object group are 0.
+
+        PageKey ─▶ ObjectName(model "tandem-v1-<space>", chunk hash = block hash, salt = scope of a tail)
+                     ├─▶ ObjectKey of lmcache.v1.distributed     └─▶ <model>@0x00000000@0@<hash>[@<salt>].data, its file
+
+    All names are hex digits of hashes: no string of a user is ever in one. LMCache splits names at `@`, which none of
+    these contains. Pages of other engines have the models' names in place of "tandem-v1-…", so that they can share a
+    place.
+    """
+
+    model_name: str
+    chunk_hash: bytes
+    cache_salt: str = ""
+
+    @classmethod
+    def of(cls, key: PageKey) -> ObjectName:
+        return cls(_MODEL + key.space[:8].hex(), key.block_hash, key.scope.hex())
+
+    @property
+    def is_valid(self) -> bool:
+        """It could be the name of a page: for a server, which receives names."""
+        return (
+            _TANDEM_MODEL.fullmatch(self.model_name) is not None
+            and len(self.chunk_hash) == _HASH_BYTES
+            and (not self.cache_salt or _SALT.fullmatch(self.cache_salt) is not None)
+        )
+
+    @property
+    def file_name(self) -> str:
+        """The file that fs_native makes of it, relative to its folder."""
+        salt = f"@{self.cache_salt}" if self.cache_salt else ""
+        return f"{self.model_name}@0x00000000@0@{self.chunk_hash.hex()}{salt}.data"
 
 
 class LMCacheServer:

@@ -38,7 +38,7 @@ from kv_transfer.page.naming import PageKey
 from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.base import BlockStore, StoreError
 from kv_transfer.stores.lmcache import connector as lmcache_connector
-from kv_transfer.stores.lmcache.names import ObjectName
+from kv_transfer.stores.lmcache.server import ObjectName
 from kv_transfer.stores.redis.connection import RECEIVE_BYTES, connection_failed
 from kv_transfer.stores.redis.connector import RedisOptions, RedisStore, encode, make_endpoint
 from tandem.bench.transfer.endpoint import Shape, TransferFailed, as_bytes

@@ -12,8 +12,7 @@ from engine.errors import EngineError
 from engine.kv_connector import make_connector
 from instance.config import TransferSection, connector_config
 from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheDisk, LMCacheOptions, make_store
-from kv_transfer.stores.lmcache.names import ObjectName
-from kv_transfer.stores.lmcache.server import LMCacheServer
+from kv_transfer.stores.lmcache.server import LMCacheServer, ObjectName
 from serving.settings import SettingsError
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.topology import Topology

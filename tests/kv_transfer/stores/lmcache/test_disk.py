@@ -14,7 +14,7 @@ import pytest
 from kv_transfer.page.format import Buffer
 from kv_transfer.page.naming import PageKey
 from kv_transfer.stores.lmcache.connector import LMCacheDisk
-from kv_transfer.stores.lmcache.names import ObjectName
+from kv_transfer.stores.lmcache.server import ObjectName
 from tests.kv_transfer.harness import NUM_FULL, PROMPT, Core, reader_of, writer_of
 from tests.kv_transfer.stores.contract import HEADER, NUM_BYTES, PAGE, check_contract, key_of, read
 from tests.kv_transfer.stores.lmcache.lmcache_checks import (

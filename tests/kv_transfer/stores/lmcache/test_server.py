@@ -27,6 +27,7 @@ from kv_transfer.stores.lmcache.server import (
     PUT,
     Head,
     LMCacheServer,
+    ObjectName,
     parse_answer,
     parse_request,
     request_frames,
@@ -304,8 +305,6 @@ def test_wrong_url_is_rejected(url: str) -> None:
 
 def test_requests_are_encoded_as_lmcache_does_and_invalid_ones_are_rejected() -> None:
     import msgspec
-
-    from kv_transfer.stores.lmcache.names import ObjectName
 
     name = ObjectName.of(key_of(1, transfer="t"))
     head = Head(PROTOCOL_VERSION, name.model_name, name.chunk_hash, name.cache_salt, NUM_BYTES, 1.0)

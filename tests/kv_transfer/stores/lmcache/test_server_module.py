@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.stores.lmcache.names import ObjectName
-from kv_transfer.stores.lmcache.server import CONTAINS, GET, PROTOCOL_VERSION, Head, Status, request_frames
+from kv_transfer.stores.lmcache.server import CONTAINS, GET, PROTOCOL_VERSION, Head, ObjectName, Status, request_frames
 from tests.kv_transfer.stores.contract import HEADER, NUM_BYTES, PAGE, key_of
 from tests.kv_transfer.stores.lmcache.lmcache_checks import import_lmcache
 
