@@ -44,8 +44,8 @@ from kv_transfer.nixl.transfers import (
     MemoryProducer,
     page_digest,
 )
+from kv_transfer.page.format import PageNaming
 from kv_transfer.page.memory import layers_of, make_page_memory, write_page
-from kv_transfer.page.naming import PageNaming
 from kv_transfer.transfer.connector import (
     GIVEN_UP,
     SKIPPED,

@@ -37,8 +37,7 @@ import numpy as np
 from engine.core.messages import KVProgress, TransferEvent
 from engine.scheduling.request import Request
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings
-from kv_transfer.page.format import Buffer, PageSpec, spec_values
-from kv_transfer.page.naming import PageNaming
+from kv_transfer.page.format import Buffer, PageNaming, PageSpec, spec_values
 from kv_transfer.transfer.lease import LeaseTable
 from kv_transfer.transfer.loader import Load, Loader, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, Producer, SaveOp

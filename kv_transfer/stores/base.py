@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 """Of connections to stores: seconds of silence before the first probe, between probes, and their number. A NAT forgets

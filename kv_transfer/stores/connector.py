@@ -11,9 +11,8 @@ from collections.abc import Callable
 from engine.errors import EngineError
 from engine.kv_connector import KVConnectorOutput, KVMemory
 from engine.kv_layout import PageLayout
-from kv_transfer.page.format import EPOCH_BYTES
+from kv_transfer.page.format import EPOCH_BYTES, PageNaming
 from kv_transfer.page.memory import make_page_memory
-from kv_transfer.page.naming import PageNaming
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions

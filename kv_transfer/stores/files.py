@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.base import BadValue, NotWritable, StoreError, UnreadableValue, rest_of
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.transfer.connector import parse_options, start_thread

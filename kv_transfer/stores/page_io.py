@@ -25,9 +25,18 @@ from queue import Empty, Queue
 
 from engine import failpoints
 from engine.failpoints import FailpointError
-from kv_transfer.page.format import HEADER_BYTES, Buffer, PageError, check_header, check_payload, seal
+from kv_transfer.page.format import (
+    HEADER_BYTES,
+    Buffer,
+    PageError,
+    PageKey,
+    PageName,
+    PageNaming,
+    check_header,
+    check_payload,
+    seal,
+)
 from kv_transfer.page.memory import PageMemory, write_page
-from kv_transfer.page.naming import PageKey, PageName, PageNaming
 from kv_transfer.stores.base import BadValue, BlockStore, NotWritable, StoreError, UnreadableValue
 from kv_transfer.transfer.connector import SKIPPED, IOThreads, OpResult, self_test_error
 from kv_transfer.transfer.loader import DAMAGED, MISSING, LoadOp

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from engine.core.messages import KVProgress
 from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageName, PageNames, PageNaming, PageOp
+from kv_transfer.page.format import PageName, PageNames, PageNaming, PageOp
 
 MISSING = "missing"
 """Failure of a read whose page the store does not have."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from engine.core.messages import LeaseCommand, TransferEvent
 from engine.kv_connector import KVConnectorOutput
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageKey, PageName, PageNaming, PageOp
+from kv_transfer.page.format import PageKey, PageName, PageNaming, PageOp
 from kv_transfer.transfer.lease import LeaseTable
 
 

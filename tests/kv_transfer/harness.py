@@ -15,8 +15,7 @@ from engine.kv_connector import KVConnectorOutput, KVLoadResult
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from tests.kv_transfer.memory_store import MemoryStore

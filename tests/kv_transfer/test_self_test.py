@@ -19,8 +19,7 @@ from engine.core.core import EngineCore
 from engine.errors import EngineError
 from engine.kv_connector import KVConnector, NullKVConnector, make_connector, self_test
 from kv_transfer.nixl.connector import NixlConnector
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.files import SharedStorage
 from tandem.demo import MODEL_DIR

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.base import BadValue
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 

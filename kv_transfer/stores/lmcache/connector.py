@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.errors import EngineError, shown
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.stores.files import SharedStorage

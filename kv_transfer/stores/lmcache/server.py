@@ -36,8 +36,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.errors import EngineError, shown
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.base import (
     KEEPALIVE_IDLE_S,
     KEEPALIVE_INTERVAL_S,

@@ -3,7 +3,7 @@
     <prefix>:v1/<space>/<first byte of hash>/<hash>             full blocks, shared by all instances
     <prefix>:v1/<space>/transfers/<SHA-256 of transfer>/<hash>  tails, deleted by their owner
 
-<space> stands for the model and the key of the digests (kv_transfer/page/naming.py). Every key has a time to live.
+<space> stands for the model and the key of the digests (kv_transfer/page/format.py). Every key has a time to live.
 Reads and writes have connections of their own, so that a server that accepts no writes (a replica, a paused one) can
 still be read from. A value is read by GETRANGE, one byte longer than it must be: one that is too long is detected and
 never sent whole. Nothing is retried and nothing waits for longer than its time-out; the breaker above the store keeps
@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 import redis
 
 from engine.errors import EngineError, shown
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.base import BadValue, OutageLog, StoreError
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.stores.redis.address import (

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from engine.core.messages import TransferEvent
-from kv_transfer.page.naming import PageKey, PageNaming
+from kv_transfer.page.format import PageKey, PageNaming
 from tandem.bench.serve.results import machine, versions
 from tandem.bench.transfer.endpoint import (
     Shape,

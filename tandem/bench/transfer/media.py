@@ -33,8 +33,7 @@ from engine.machine import file_system
 from instance.config import CONNECTORS
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, load_bindings
 from kv_transfer.nixl.transfers import TransferMetadata
-from kv_transfer.page.format import HEADER_BYTES
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import HEADER_BYTES, PageKey
 from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.base import BlockStore, StoreError
 from kv_transfer.stores.lmcache import connector as lmcache_connector

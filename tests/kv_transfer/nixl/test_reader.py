@@ -12,7 +12,7 @@ import pytest
 from kv_transfer.nixl.agent import Handle, NixlAgent, NixlError, Region, Spans
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import VERSION, TransferMetadata
-from kv_transfer.page.naming import PageName
+from kv_transfer.page.format import PageName
 from kv_transfer.transfer.connector import SKIPPED
 from kv_transfer.transfer.loader import Load, LoadOp
 from tests.waiting import wait_until

@@ -1,15 +1,30 @@
-"""Whatever is wrong with a page, reading it is a PageError and nothing else."""
+"""Whatever is wrong with a page, reading it is a PageError and nothing else. Names are made when pages are read,
+and are those that the writer computes."""
 
 from __future__ import annotations
 
 import dataclasses
 import struct
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.page.format import HEADER_BYTES, PageError, PageSpec, check_header, check_payload, seal, tail_hash
+from kv_transfer.page.format import (
+    HEADER_BYTES,
+    PageError,
+    PageName,
+    PageNames,
+    PageNaming,
+    PageSpec,
+    check_header,
+    check_payload,
+    seal,
+    tail_hash,
+)
+from kv_transfer.transfer.loader import Loader
+from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, NUM_FULL, NUM_PAGES, PROMPT, make_request, reader_of
 
 KEY = bytes(range(32))
 EPOCH = b"e" * 16
@@ -159,3 +174,47 @@ def test_tail_hash_belongs_to_its_transfer() -> None:
     }
     assert len(hashes) == 5
     assert tail_hash("t", b"p" * 32, [1, 2]) in hashes
+
+
+# Names
+
+NAMING = PageNaming.of(FINGERPRINT, LAYOUT)
+
+
+class _Recorded(PageNaming):
+    """Records which full blocks are named."""
+
+    __slots__ = ()
+    named: ClassVar[list[int]] = []
+
+    def full_block(self, hashes: list[bytes], root: bytes, index: int) -> PageName:
+        self.named.append(index)
+        return PageNaming.full_block(self, hashes, root, index)
+
+
+@pytest.mark.parametrize("has_tail", [True, False])
+def test_names_of_a_request_are_those_of_its_full_blocks_and_its_tail(has_tail: bool) -> None:
+    request = reader_of()
+    hashes = NAMING.block_hashes(request)
+    expected = [NAMING.full_block(hashes, request.root_hash, index) for index in range(NUM_FULL)]
+    tail = NAMING.tail(request, hashes, "transfer") if has_tail else None
+    names = PageNames(NAMING, hashes, request.root_hash, NUM_FULL, tail)
+    expected += [] if tail is None else [tail]
+    assert list(names) == expected
+    assert [names[index] for index in range(-len(expected), 0)] == expected
+    assert names[2:] == expected[2:]
+    with pytest.raises(IndexError):
+        names[len(expected)]
+
+
+def test_only_the_pages_that_are_read_are_named() -> None:
+    loader = Loader(_Recorded.of(FINGERPRINT, LAYOUT), load_timeout_s=10.0, lookup=True)
+    _Recorded.named.clear()
+    request = make_request(PROMPT)
+    loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
+    [first] = loader.take_ops()
+    loader.op_ended(first, None, now=0.0)
+    second, *_ = loader.take_ops()
+    assert not _Recorded.named
+    assert second.name == NAMING.full_block(NAMING.block_hashes(request), request.root_hash, 1)
+    assert _Recorded.named == [1]

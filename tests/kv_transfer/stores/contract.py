@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 from kv_transfer.stores.base import BadValue, BlockStore
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.scheduling.request import Request
-from kv_transfer.page.format import EPOCH_BYTES, HEADER_BYTES, PageSpec, seal
-from kv_transfer.page.naming import PageName, PageNaming
+from kv_transfer.page.format import EPOCH_BYTES, HEADER_BYTES, PageName, PageNaming, PageSpec, seal
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT, make_request, page_content
 from tests.kv_transfer.page.test_format import FIELDS, resealed
 

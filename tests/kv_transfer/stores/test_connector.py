@@ -14,8 +14,7 @@ import pytest
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from kv_transfer.page.format import HEADER_BYTES
-from kv_transfer.page.naming import PageNaming
+from kv_transfer.page.format import HEADER_BYTES, PageNaming
 from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.files import SharedStorage, SharedStorageConnector
 from tests.files_below import files_below

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 from kv_transfer.stores.base import BadValue
 from kv_transfer.stores.files import SharedStorage
 from tests.files_below import files_below
@@ -143,7 +143,7 @@ def test_readers_see_one_of_two_writers_whole(store: SharedStorage) -> None:
 _FILL = """
 import errno, resource, sys
 from kv_transfer.stores.files import SharedStorage
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 store = SharedStorage(sys.argv[1], capacity_bytes=1 << 30)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.files import SharedStorage

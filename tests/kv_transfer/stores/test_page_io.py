@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from kv_transfer.page.format import Buffer
+from kv_transfer.page.format import Buffer, PageKey, PageNaming
 from kv_transfer.page.memory import PageMemory, make_page_memory
-from kv_transfer.page.naming import PageKey, PageNaming
 from kv_transfer.stores.base import StoreError, UnreadableValue
 from kv_transfer.stores.page_io import STORE_DOWN, CircuitBreaker, PageIO
 from kv_transfer.transfer.connector import SKIPPED

@@ -11,7 +11,7 @@ import pytest
 from engine.core.messages import EngineRequest, KVProgress
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
-from kv_transfer.page.naming import PageNaming
+from kv_transfer.page.format import PageNaming
 from kv_transfer.secret import ensure_secret
 from kv_transfer.transfer.loader import Loader, LoadOp
 from tests.kv_transfer.harness import (

@@ -14,8 +14,7 @@ from engine import failpoints
 from engine.core.messages import KVProgress
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey, PageNaming
+from kv_transfer.page.format import Buffer, PageKey, PageNaming
 from kv_transfer.transfer.loader import Loader
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from engine.core.messages import LeaseCommand
-from kv_transfer.page.format import HEADER_BYTES
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import HEADER_BYTES, PageKey
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     LAYOUT,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 from kv_transfer.stores.base import StoreError
 from kv_transfer.stores.lmcache.connector import LMCacheOptions
 from kv_transfer.stores.lmcache.server import LMCacheServer

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.page.format import Buffer
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.lmcache.connector import LMCacheDisk
 from kv_transfer.stores.lmcache.server import ObjectName
 from tests.kv_transfer.harness import NUM_FULL, PROMPT, Core, reader_of, writer_of

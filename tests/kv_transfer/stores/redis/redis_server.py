@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kv_transfer.page.naming import PageKey
+from kv_transfer.page.format import PageKey
 from kv_transfer.stores.redis.connector import RedisOptions
 from tandem.local_stack.topology import free_ports
 from tests.waiting import freeze
