@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from decode_service.config import DecodeSettings
-from decode_service.service import ROLE
+from decode_service.service import ROLE, DecodeSettings
 from instance.server import run_instance
 from serving.settings import settings_options
 

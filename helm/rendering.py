@@ -11,8 +11,8 @@ import yaml
 from helm_python import Chart
 from pydantic import ValidationError
 
-from decode_service.config import DecodeSettings
-from prefill_service.config import PrefillSettings
+from decode_service.service import DecodeSettings
+from prefill_service.service import PrefillSettings
 from router.config import RouterSettings
 from serving.settings import Settings
 from serving.yaml_file import UniqueKeys

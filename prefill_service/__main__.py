@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from instance.server import run_instance
-from prefill_service.config import PrefillSettings
-from prefill_service.service import ROLE
+from prefill_service.service import ROLE, PrefillSettings
 from serving.settings import settings_options
 
 

@@ -1,4 +1,4 @@
-"""The life of a request in the prefill role.
+"""The prefill role: its settings, and the life of a request in it.
 
     Prefill ─▶ queued ─accepted▶ computing ─first token, HAND_OVER▶ held for its reader ─released | lease expired▶ freed
                   │                  ├─ the token ends the choice: STOP or LENGTH ─▶ freed
@@ -15,14 +15,29 @@ from collections.abc import AsyncIterator
 
 from engine import failpoints
 from engine.core.messages import LeaseCommand
+from instance.config import EngineSection, InstanceSettings
 from instance.convert import Choice, prefill_choice
 from instance.role import InstanceContext, Role
 from protos.tandem.v1 import common_pb2, instance_pb2, prefill_pb2
 from serving import tracing
 from serving.interceptor import Context
 from serving.logging import set_request_id
+from serving.settings import setting
 
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"]
+
+
+class PrefillEngine(EngineSection):
+    """How the engine core of a prefill instance computes: few requests, long chunks."""
+
+    max_num_seqs: int = setting(16, "Maximum number of requests in one step.", flag="--max-num-seqs", ge=1)
+    max_num_batched_tokens: int = setting(
+        2048, "Token budget of one step: the chunk of chunked prefill.", flag="--max-num-batched-tokens", ge=1
+    )
+
+
+class PrefillSettings(InstanceSettings):
+    engine: PrefillEngine = PrefillEngine()
 
 
 class PrefillServicer:

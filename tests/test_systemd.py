@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decode_service.config import DecodeSettings
-from prefill_service.config import PrefillSettings
+from decode_service.service import DecodeSettings
+from prefill_service.service import PrefillSettings
 from router.config import RouterSettings
 from serving.lifecycle import EXIT_CANNOT_START, EXIT_CUT_OFF
 from serving.settings import Settings, SettingsError, leaves, load

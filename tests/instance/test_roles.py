@@ -12,9 +12,9 @@ from click.testing import CliRunner
 import decode_service
 import prefill_service
 from decode_service.__main__ import main as decode_main
-from decode_service.config import DecodeSettings
+from decode_service.service import DecodeSettings
 from prefill_service.__main__ import main as prefill_main
-from prefill_service.config import PrefillSettings
+from prefill_service.service import PrefillSettings
 
 MAINS = {"prefill": prefill_main, "decode": decode_main}
 
@@ -25,7 +25,7 @@ def test_both_roles_have_the_same_files() -> None:
         sorted(path.name for path in Path(package.__path__[0]).glob("*.py"))
         for package in (prefill_service, decode_service)
     ]
-    assert names[0] == names[1] == ["__init__.py", "__main__.py", "config.py", "service.py"]
+    assert names[0] == names[1] == ["__init__.py", "__main__.py", "service.py"]
 
 
 def test_both_roles_have_the_same_settings() -> None:
