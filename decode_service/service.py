@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from instance import decoding
 from instance.config import EngineSection, InstanceSettings
-from instance.role import Role
+from instance.server import Role
 from protos.tandem.v1 import instance_pb2
 from serving.settings import setting
 

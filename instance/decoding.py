@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING
 
 from engine import failpoints
 from engine.core.messages import LoadedEvent, ReservedEvent
 from instance.convert import Choice, TransferSource, common_fields, decode_choice, seed_ids
 from instance.metrics import Observation
 from instance.requests import ChoiceStream, ChoiceStreamEvent
-from instance.role import InstanceContext
 from instance.token_streams import TokenStreams
 from instance.transfers import TransferClient
 from protos.tandem.v1 import decode_pb2
@@ -30,6 +30,9 @@ from serving.errors import invalid_argument
 from serving.interceptor import Context, StreamWriter
 from serving.limits import CONTROL
 from serving.logging import RequestEvent, set_request_id
+
+if TYPE_CHECKING:
+    from instance.server import InstanceContext
 
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
 POLICIES = {"StreamTokens": CONTROL}

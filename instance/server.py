@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from google.protobuf.descriptor import ServiceDescriptor
 
 from engine.core.async_engine import AsyncEngine
 from engine.errors import EngineError, may_pass
@@ -27,7 +30,6 @@ from instance.drain import DrainController
 from instance.load import LoadReporter
 from instance.metrics import InstanceCollector, RequestMetrics
 from instance.requests import ActiveChoices
-from instance.role import InstanceContext, Role
 from instance.transfers import PeerChannels, TransferClients
 from kv_transfer.transfer import server as transfer_server
 from kv_transfer.transfer.client import identity_to_proto
@@ -61,6 +63,28 @@ SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"]
 POLICIES = dict.fromkeys(("GetInstanceInfo", "WatchLoad", "Drain"), CONTROL)
 _POLL_S = 0.25
 _STEPS_OF_SILENCE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceContext:
+    """The parts of an instance that its servicers share."""
+
+    choices: ActiveChoices
+    transfers: TransferClients
+    metrics: RequestMetrics
+    instance_epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A role as its package defines it."""
+
+    name: str
+    kind: instance_pb2.Role.ValueType
+    service: ServiceDescriptor
+    """Probes ask for its health."""
+    make_servicer: Callable[[InstanceContext], object] | None = None
+    """Of `service`, if that is not the one that every instance serves."""
 
 
 class InstanceServer:

@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 
 from instance.config import InstanceSettings, ListenSettings, ModelSection, TransferSection
-from instance.role import Role
-from instance.server import InstanceServer
+from instance.server import InstanceServer, Role
 from protos.tandem.v1 import common_pb2, decode_pb2_grpc, instance_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from serving.channel import open_channel
 from serving.lifecycle import StopSignals

@@ -25,8 +25,7 @@ from engine.core.messages import (
     TokensEvent,
     TransferEvent,
 )
-from instance.role import Role
-from instance.server import InstanceServer
+from instance.server import InstanceServer, Role
 from kv_transfer.transfer.connector import (
     MAX_REASONS,
     OTHER,

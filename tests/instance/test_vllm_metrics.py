@@ -20,7 +20,7 @@ import decode_service.service
 import prefill_service.service
 from engine.core.messages import EngineLoad, EngineRequest, KVTotals, TokensEvent
 from engine.sampling.params import SamplingParams
-from instance.role import Role
+from instance.server import Role
 from instance.vllm_metrics import VllmRequests, collected, token_buckets
 from kv_transfer.transfer.connector import ReadCounters
 from protos.tandem.v1 import decode_pb2, instance_pb2, prefill_pb2
