@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import queue
 import threading
@@ -247,8 +248,10 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be greater than 0")
+            if (
+                isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf
+            ):  # NaN neither
+                raise ValueError(f"{name} is {value}; it must be greater than 0 and finite")
 
     def digest_key(self) -> bytes | None:
         """The key, or None where digests are off."""
