@@ -203,13 +203,13 @@ class NixlConnector(TransferConnector):
         self._reader.shutdown(self._options.shutdown_timeout_s)
         self._threads.shutdown(self._options.shutdown_timeout_s)
         self._apply_results(self._clock())
-        # The lending agent is neither closed nor freed: peers may read from it past any lease, and only the process's
-        # end stops that without harm to them.
 
     # Lending
 
     def _make_lending_agent(self) -> LendingAgent:
-        keep_to_process_end(self._memory, self._tags)  # for as long as the agent: peers read them
+        """Neither closed nor freed: peers may read from it past any lease, and only the process's end stops that
+        without harm to them."""
+        keep_to_process_end(self._memory, self._tags)
         return LendingAgent(self._epoch, self._pages, self._tags.region, self._settings, self._key)
 
     def _digest(self, op: SaveOp) -> OpResult:
@@ -222,14 +222,13 @@ class NixlConnector(TransferConnector):
     # Reading
 
     def _make_reader(self) -> PageReader:
-        name = f"reads-{self._epoch.hex()}"
         return PageReader(
-            lambda: NixlAgent(name, self._settings),
+            lambda: NixlAgent(f"reads-{self._epoch.hex()}", self._settings),
             self._pages,
             own_name=self._lending_agent.name,
             on_end=self._end_read,
-            on_stuck=self._read_stuck,
-            on_rebuilt=self._end_rebuild,
+            on_stuck=lambda read, failure: self._call_later(lambda now: self._read_stuck(read, failure)),
+            on_rebuilt=lambda: self._call_later(self._rebuild_ended),
         )
 
     def _end_read(self, read: Read, failure: str | None, duration_s: float) -> None:
@@ -256,11 +255,7 @@ class NixlConnector(TransferConnector):
             reads.num_failed += 1
 
     def _read_stuck(self, read: Read, failure: str) -> None:
-        """On the reading thread: something may write to its pages, and it will not end."""
-        self._call_later(lambda now: self._read_failed(read, failure))
-
-    def _read_failed(self, read: Read, failure: str) -> None:
-        """It ends as given up, which counts no failure."""
+        """Something may write to its pages, and it will not end: it is given up, which counts no failure itself."""
         assert self.counters.reads is not None, "this connector has ReadCounters"
         self.counters.reads.num_failed += 1
         self._give_up(read.owner, failure, failure)
@@ -292,11 +287,8 @@ class NixlConnector(TransferConnector):
         assert self._key is not None
         return page_digest(op.name.spec, self._memory.page_out(op.block_id), key=self._key, epoch=epoch)
 
-    def _end_rebuild(self) -> None:
-        """On the reading thread."""
-        self._call_later(lambda now: self._rebuild_ended())
-
-    def _rebuild_ended(self) -> None:
+    def _rebuild_ended(self, now: float) -> None:
+        del now
         self.num_rebuilt += 1
         self._is_rebuilding = False
 

@@ -232,7 +232,7 @@ class PageReader:
             elif isinstance(job, Read):
                 self._queued.append(job)
                 self._advance()
-        for read in self._take_queued():
+        for read in self._queued:
             self._on_end(read, SKIPPED, 0.0)
         self._let_end(_END_WAIT_S, wanted_only=False)
         self._destroy(keep_wanted=False)
@@ -248,7 +248,7 @@ class PageReader:
 
     def _advance(self) -> None:
         self._step_all()
-        waiting = self._take_queued()
+        waiting, self._queued = self._queued, deque()
         while waiting:
             read = waiting.popleft()
             if read.is_cancelled or self._is_load_stuck(read.owner):
@@ -265,10 +265,6 @@ class PageReader:
     def _step_all(self) -> None:
         for active in list(self._active):
             self._step(active)
-
-    def _take_queued(self) -> deque[Read]:
-        waiting, self._queued = self._queued, deque()
-        return waiting
 
     def _begin(self, read: Read) -> bool:
         """False: later, its peer is busy."""
@@ -300,7 +296,12 @@ class PageReader:
         if agent is None or active.stage == "stuck":
             return
         try:
-            done = self._post(agent, active) if is_new else agent.is_done(active.handle)
+            if is_new:
+                started = time.monotonic()
+                done = agent.post(active.handle)
+                active.read.post_s = time.monotonic() - started
+            else:
+                done = agent.is_done(active.handle)
             if done and active.stage == "pages":
                 done = self._read_tag(agent, active)
         except NixlDisconnected as error:
@@ -313,14 +314,8 @@ class PageReader:
             self._on_stuck(active.read, error.reason)
         else:
             if done:
-                self._end(active, None if self._is_tag_valid(active) else LEASE_ENDED)
-
-    def _post(self, agent: NixlAgent, active: _ActiveRead) -> bool:
-        started = time.monotonic()
-        try:
-            return agent.post(active.handle)
-        finally:
-            active.read.post_s = time.monotonic() - started
+                is_held = self._tags[active.tag_slot].tobytes() == active.read.source.tag
+                self._end(active, None if is_held else LEASE_ENDED)
 
     def _read_tag(self, agent: NixlAgent, active: _ActiveRead) -> bool:
         """The pages are here: now the lease tag, after them. True: it is here too."""
@@ -331,9 +326,6 @@ class PageReader:
         active.handle, active.stage = handle, "tag"
         active.peer.num_moving -= 1
         return agent.post(handle)
-
-    def _is_tag_valid(self, active: _ActiveRead) -> bool:
-        return bytes(self._tags[active.tag_slot].tobytes()) == active.read.source.tag
 
     def _end(self, active: _ActiveRead, failure: str | None) -> None:
         assert self._agent is not None

@@ -167,9 +167,7 @@ class SharedStorage:
             except IsADirectoryError:
                 _move_aside(name, folder)
         if key.scope:
-            with _opened(self.path, folders[:-1]) as folder, contextlib.suppress(OSError):
-                if folder is not None:
-                    os.rmdir(folders[-1], dir_fd=folder)
+            _remove_if_empty(self.path, folders)
 
     def close(self) -> None:
         self.sweeper.stop()
@@ -228,6 +226,12 @@ def _open_folder(name: str, parent: int, *, create: bool) -> int | None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
     return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+
+
+def _remove_if_empty(path: Path, folders: Sequence[str]) -> None:
+    with contextlib.suppress(OSError), _opened(path, folders[:-1]) as folder:
+        if folder is not None:
+            os.rmdir(folders[-1], dir_fd=folder)
 
 
 def _move_aside(name: str, folder: int) -> None:
@@ -435,13 +439,8 @@ class Sweeper:
         except OSError:
             return False
         if file.is_tail:
-            self._remove_folder(file.folders)
+            _remove_if_empty(self._path, file.folders)
         return True
-
-    def _remove_folder(self, folders: tuple[str, ...]) -> None:
-        with contextlib.suppress(OSError), _opened(self._path, folders[:-1]) as folder:
-            if folder is not None:
-                os.rmdir(folders[-1], dir_fd=folder)
 
     def _make_folder(self) -> Path:
         folder = self._path / "v1"

@@ -238,7 +238,7 @@ class ScriptedNixlConnector(NixlConnector):
         self.reader.rebuild_requested = False
         for read in given_up:
             self._end_read(read, GIVEN_UP, 0.0)
-        self._end_rebuild()
+        self._call_later(self._rebuild_ended)
 
     def _ops_read(self) -> list[LoadOp]:
         return [op for read in self.reader.reads for op in read.ops]

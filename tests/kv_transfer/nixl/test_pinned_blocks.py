@@ -188,7 +188,7 @@ class Reading(RuleBasedStateMachine):
         self.reader.rebuild_requested = False
         for read in given_up:
             self.connector._end_read(read, GIVEN_UP, 0.0)
-        self.connector._end_rebuild()
+        self.connector._call_later(self.connector._rebuild_ended)
         self.step()
         assert self.connector.num_quarantined_blocks == 0
 
