@@ -1,4 +1,4 @@
-"""One instance's server on a free port, with a scripted core and a channel to it."""
+"""One instance's server on a free port, with a scripted core and a channel to it, and a Decode call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import pytest
 
 from instance.config import InstanceSettings, ListenSettings, ModelSection, TransferSection
 from instance.server import InstanceServer, Role
-from protos.tandem.v1 import common_pb2, decode_pb2_grpc, instance_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
+from protos.tandem.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    instance_pb2_grpc,
+    kv_transfer_pb2_grpc,
+    prefill_pb2_grpc,
+)
 from serving.channel import open_channel
 from serving.lifecycle import StopSignals
 from tests.channels import PATIENT
@@ -84,3 +91,34 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_all(call)
     return caught.value
+
+
+class Decoding:
+    """One Decode call, message by message."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.call = rig.decode.Decode()
+
+    async def start(self, prefill: Rig | None = None, *, address: str | None = None, **fields: Any) -> None:
+        message = decode_pb2.DecodeStart(request=instance_request(**fields))
+        if prefill is not None:
+            source = decode_pb2.TransferSource(
+                transfer_id="t1",
+                address=address or prefill.server.address,
+                instance_epoch=prefill.server.instance_epoch,
+                reservation_s=5.0,
+            )
+            message.transfer.CopyFrom(source)
+        await self.call.write(decode_pb2.DecodeRequest(start=message))
+
+    async def seed(self, *ids: int) -> None:
+        await self.call.write(decode_pb2.DecodeRequest(seed=decode_pb2.DecodeSeed(token_ids=ids)))
+
+    async def next(self) -> decode_pb2.DecodeResponse:
+        async with asyncio.timeout(20):
+            response = await self.call.read()
+        assert isinstance(response, decode_pb2.DecodeResponse), await self.call.code()
+        return response
+
+    async def rest(self) -> list[decode_pb2.DecodeResponse]:
+        return await read_all(self.call)

@@ -9,8 +9,7 @@ import pytest
 
 from engine.core.messages import AbortRequests, Seed
 from protos.tandem.v1 import decode_pb2
-from tests.instance.decoding import Decoding
-from tests.instance.rig import Rig, instance_request, refusal
+from tests.instance.rig import Decoding, Rig, instance_request, refusal
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from engine.core.messages import (
     TransferEvent,
 )
 from protos.tandem.v1 import common_pb2
-from tests.instance.decoding import Decoding
-from tests.instance.rig import Rig, refusal
+from tests.instance.rig import Decoding, Rig, refusal
 from tests.tokenizer_builders import byte_level
 from tests.waiting import Stopwatch, until
 

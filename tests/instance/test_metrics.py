@@ -38,8 +38,7 @@ from protos.tandem.v1 import prefill_pb2
 from serving.histogram import Histogram
 from serving.lifecycle import StopSignals
 from serving.metrics import MetricsSettings
-from tests.instance.decoding import Decoding
-from tests.instance.rig import Rig, instance_request, model_folder, running, settings_of
+from tests.instance.rig import Decoding, Rig, instance_request, model_folder, running, settings_of
 from tests.instance.scripted_core import ScriptedCore
 from tests.waiting import until
 

@@ -1,12 +1,15 @@
-"""A store in this process's memory."""
+"""A store in this process's memory, and a connector over one that several cores find by its name."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kv_transfer.page.format import Buffer, PageKey
-from kv_transfer.stores.base import BadValue
+from kv_transfer.stores.base import BadValue, BlockStore
+from kv_transfer.stores.connector import StoreConnector, StoreOptions
 
 
 class MemoryStore:
@@ -48,3 +51,15 @@ class MemoryStore:
 
     def close(self) -> None:
         return None
+
+
+STORES: dict[str, BlockStore] = {}
+
+
+class NamedStoreConnector(StoreConnector):
+    """`store` names one of STORES."""
+
+    def __init__(
+        self, *, wake: Callable[[], None], store: str, clock: Callable[[], float] = time.monotonic, **options: Any
+    ) -> None:
+        super().__init__(STORES[store], StoreOptions(digest=False, **options), wake=wake, clock=clock)

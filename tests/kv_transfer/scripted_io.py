@@ -15,6 +15,7 @@ from engine.core.messages import KVProgress
 from engine.kv_connector import KVConnector
 from engine.scheduling.request import Request
 from kv_transfer.nixl.connector import NixlConnector
+from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import MAC_BYTES, VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.secret import load_secret
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
@@ -23,7 +24,6 @@ from kv_transfer.transfer.loader import LoadOp
 from kv_transfer.transfer.producer import SaveOp
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
 from tests.kv_transfer.memory_store import MemoryStore
-from tests.kv_transfer.nixl.fake_reader import FakeReader
 
 LOAD_TIMEOUT_S = 5.0
 MAX_QUARANTINE_S = 20.0
@@ -67,6 +67,24 @@ class ScriptedIO(KVConnector, Protocol):
     def rebuild(self) -> None:
         """Carry out the requested rebuild."""
         ...
+
+
+class FakeReader(PageReader):
+    """Reads that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.rebuild_requested = False
+
+    def submit(self, read: Read) -> None:
+        self.reads.append(read)
+
+    def rebuild(self) -> None:
+        assert not self.rebuild_requested, "asked twice"
+        self.rebuild_requested = True
+
+    def shutdown(self, timeout_s: float) -> None:
+        del timeout_s
 
 
 class _NoThreads(IOThreads):

@@ -10,12 +10,11 @@ from engine.errors import EngineError
 from engine.kv_connector import KVLoadResult
 from kv_transfer.multi_connector import MultiConnector
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore, make_request
-from tests.kv_transfer.memory_connector import STORES
-from tests.kv_transfer.memory_store import MemoryStore
+from tests.kv_transfer.memory_store import STORES, MemoryStore
 
 PROMPT = list(range(100, 100 + 5 * BLOCK_SIZE + 3))  # five full blocks and a tail of three tokens
 NUM_FULL, NUM_PAGES = 5, 6
-CLASS_PATH = "tests.kv_transfer.memory_connector:NamedStoreConnector"
+CLASS_PATH = "tests.kv_transfer.memory_store:NamedStoreConnector"
 
 
 class ListCore(Core):

@@ -23,7 +23,7 @@ from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import VERSION, LendingAgent, TransferMetadata, encode
 from kv_transfer.transfer.connector import GIVEN_UP
 from tests.kv_transfer.harness import BLOCK_SIZE, FINGERPRINT, LAYOUT
-from tests.kv_transfer.nixl.fake_reader import FakeReader
+from tests.kv_transfer.scripted_io import FakeReader
 
 NUM_BLOCKS = 24
 TIMEOUT_S = 5.0
