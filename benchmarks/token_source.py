@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc.aio
 
-from instance.token_streams import TokenStreams
+from instance.decoding import TokenStreams
 from protos.tandem.v1 import (
     common_pb2,
     decode_pb2,

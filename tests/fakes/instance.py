@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 import grpc
 import grpc.aio
 
-from instance.token_streams import TokenStreams
+from instance.decoding import TokenStreams
 from protos.tandem.v1 import (
     common_pb2,
     decode_pb2_grpc,
