@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import AfterValidator, ValidationInfo, field_validator
 
 from engine.config import (
     Device,
@@ -267,7 +267,7 @@ def check_names(connector: str) -> str:
 
 
 class TransferSection(Section):
-    connector: str = setting(
+    connector: Annotated[str, AfterValidator(check_names)] = setting(
         "shared_storage",
         f"{', '.join(CONNECTORS)}, or module:Class of a third party. Of several, as in nixl,redis, the first hands KV"
         " over and the others store shared prefixes.",
@@ -303,11 +303,6 @@ class TransferSection(Section):
         le=3600,
     )
     max_held_fraction: float = setting(0.5, "Fraction of the blocks that transfers may hold.", gt=0, le=1)
-
-    @field_validator("connector")
-    @classmethod
-    def _is_known(cls, value: str) -> str:
-        return check_names(value)
 
 
 class InstanceSettings(Settings):

@@ -191,9 +191,7 @@ class NixlConnector(TransferConnector):
 
     def next_deadline_s(self) -> float | None:
         waited_for = (read.late_at for read in self._reads if not read.owner.holds_blocks)
-        deadlines = [self._leases.next_deadline, min(waited_for, default=None), self._rebuild_due_at()]
-        known = [at for at in deadlines if at is not None]
-        return max(0.0, min(known) - self._clock()) if known else None
+        return self._seconds_until(self._leases.next_deadline, *waited_for, self._rebuild_due_at())
 
     def shutdown(self) -> None:
         self._producer.cancel_all(self._clock())

@@ -110,9 +110,7 @@ class StoreConnector(TransferConnector):
         if self._producer.deletes:
             return 0.0
         oldest = self._oldest_save()
-        known = (self._leases.next_deadline, self._loader.next_deadline, oldest and oldest[1])
-        deadlines = [at for at in known if at is not None]
-        return max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        return self._seconds_until(self._leases.next_deadline, self._loader.next_deadline, oldest and oldest[1])
 
     def shutdown(self) -> None:
         self._producer.cancel_all(self._clock())

@@ -332,6 +332,11 @@ class TransferConnector(KVConnector):
 
     # Inside
 
+    def _seconds_until(self, *deadlines: float | None) -> float | None:
+        """Until the first of them, 0 where it has passed; None: there is none."""
+        known = [at for at in deadlines if at is not None]
+        return max(0.0, min(known) - self._clock()) if known else None
+
     def _end_op(self, result: OpResult) -> None:
         """From any thread."""
         self._call_later(lambda now: self._apply(result, now))
