@@ -1,4 +1,4 @@
-"""Settings of both roles, and the engine configuration built from them. A role's `config` has its defaults."""
+"""Settings of both roles, and the engine configuration built from them. A role's `service` has its defaults."""
 
 from __future__ import annotations
 
