@@ -30,7 +30,7 @@ import grpc.aio
 from protos.tandem.v1 import instance_pb2, signals_pb2, signals_pb2_grpc
 from router.autoscaler.settings import AutoscalerSettings, SignalSettings
 from router.picking.placement import Plan
-from router.pools.discovery import ServiceDiscovery
+from router.pools.discovery import ServiceDiscovery, follow
 from router.pools.instance_info import ROLES, WIRE_ROLES, Role
 from serving.settings import parse_address
 
@@ -229,11 +229,12 @@ class Peers:
     async def run(self) -> None:
         """Follows and asks the other routers until it is cancelled."""
         try:
-            async for addresses in self._discovery.addresses():
-                await self._reconcile(addresses)
+            await follow(self._discovery, self._reconcile, "the addresses of the other routers")
             await asyncio.Event().wait()
         finally:
-            await self._reconcile(frozenset())
+            asking = [task for _, task in self._peers.values()]
+            self._reconcile(frozenset())
+            await asyncio.gather(*asking, return_exceptions=True)
 
     @property
     def num_routers(self) -> int:
@@ -275,28 +276,27 @@ class Peers:
     def _others(self) -> Sequence[_Peer]:
         return [peer for peer in self._known if not peer.is_self]
 
-    async def _reconcile(self, addresses: frozenset[str]) -> None:
+    def _reconcile(self, addresses: frozenset[str]) -> None:
         for address in addresses - self._peers.keys():
             peer = _Peer(address, self._dial(address))
             self._peers[address] = (peer, asyncio.create_task(self._ask(peer), name=f"signals of {address}"))
         for address in self._peers.keys() - addresses:
-            peer, asking = self._peers.pop(address)
+            _, asking = self._peers.pop(address)
             asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await peer.channel.close()
 
     async def _ask(self, peer: _Peer) -> None:
-        """Asks one router, until it turns out to be this one."""
-        stub = signals_pb2_grpc.SignalsServiceStub(peer.channel)
-        interval_s, problem = self._settings.interval_s, ""
-        while not peer.is_self:
-            try:
-                answer = await stub.GetSignals(signals_pb2.GetSignalsRequest(), timeout=interval_s)
-            except grpc.aio.AioRpcError as error:
-                if not problem:
-                    _log.warning("the router at %s does not answer: %s", peer.address, error.details())
-                problem = error.code().name
-            else:
-                peer.router_id, peer.is_self = answer.router_id, answer.router_id == self._router_id
-                peer.signals, peer.answered_s, problem = RouterSignals.from_wire(answer), time.monotonic(), ""
-            await asyncio.sleep(interval_s)
+        """Asks one router, until it turns out to be this one; then closes its channel."""
+        async with peer.channel:
+            stub = signals_pb2_grpc.SignalsServiceStub(peer.channel)
+            interval_s, problem = self._settings.interval_s, ""
+            while not peer.is_self:
+                try:
+                    answer = await stub.GetSignals(signals_pb2.GetSignalsRequest(), timeout=interval_s)
+                except grpc.aio.AioRpcError as error:
+                    if not problem:
+                        _log.warning("the router at %s does not answer: %s", peer.address, error.details())
+                    problem = error.code().name
+                else:
+                    peer.router_id, peer.is_self = answer.router_id, answer.router_id == self._router_id
+                    peer.signals, peer.answered_s, problem = RouterSignals.from_wire(answer), time.monotonic(), ""
+                await asyncio.sleep(interval_s)

@@ -28,7 +28,7 @@ from router.autoscaler.router_signals import (
 )
 from router.autoscaler.settings import SignalSettings
 from router.autoscaler.signals import demand_of
-from router.pools.discovery import StaticDiscovery
+from router.pools.discovery import ServiceDiscovery, StaticDiscovery
 from router.pools.instance_info import Role
 from router.request.validation import ServedModel
 from serving.channel import open_channel
@@ -58,8 +58,8 @@ async def second_router(rig: Rig, model: ServedModel, folder: Path) -> AsyncIter
 
 
 @asynccontextmanager
-async def peers_of(own_id: str, *addresses: str) -> AsyncIterator[Peers]:
-    peers = Peers(own_id, StaticDiscovery(addresses), open_channel, SignalSettings(**LISTENING))
+async def peers_of(own_id: str, discovery: ServiceDiscovery) -> AsyncIterator[Peers]:
+    peers = Peers(own_id, discovery, open_channel, SignalSettings(**LISTENING))
     running = asyncio.create_task(peers.run())
     try:
         yield peers
@@ -156,10 +156,10 @@ async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel,
         first, other = rig.app.signals_address, second.signals_address
         assert first is not None
         assert other is not None
-        async with peers_of("a third one", first, other) as peers:
+        async with peers_of("a third one", StaticDiscovery([first, other])) as peers:
             await until(lambda: peers.num_routers == 3)
         own_id = (await asked(first)).router_id
-        async with peers_of(own_id, first, other) as peers:
+        async with peers_of(own_id, StaticDiscovery([first, other])) as peers:
             await until(lambda: (peers.num_routers, peers.num_silent, len(peers.signals())) == (2, 0, 1))
 
 
@@ -168,14 +168,36 @@ async def test_a_router_at_two_addresses_is_one(run: Run, model: ServedModel, mo
     async with run(signals=LISTENING) as rig:
         _, port = parse_address(rig.app.signals_address or "")
         addresses = [f"127.0.0.1:{port}", f"localhost:{port}"]
-        async with peers_of("another one", *addresses) as peers:
+        async with peers_of("another one", StaticDiscovery(addresses)) as peers:
             await until(
                 lambda: (len(peers.hosts), peers.num_routers, peers.num_silent, len(peers.signals())) == (2, 2, 0, 1)
             )
         own_id = (await asked(addresses[0])).router_id
-        async with peers_of(own_id, *addresses) as peers:
+        async with peers_of(own_id, StaticDiscovery(addresses)) as peers:
             await until(lambda: len(peers.hosts) == 2)
             assert (peers.num_routers, peers.signals()) == (1, [])
+
+
+class BrokenOnce:
+    """A discovery that an exception ends the first time."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.num_begun = 0
+        self._addresses = frozenset(addresses)
+
+    async def addresses(self) -> AsyncIterator[frozenset[str]]:
+        self.num_begun += 1
+        if self.num_begun == 1:
+            raise RuntimeError("a fault that the test asked for")
+        yield self._addresses
+
+
+async def test_the_other_routers_are_followed_again_after_an_error(run: Run) -> None:
+    async with run(signals=LISTENING) as rig:
+        discovery = BrokenOnce(rig.app.signals_address or "")
+        async with peers_of("another one", discovery) as peers:
+            await until(lambda: len(peers.signals()) == 1)
+    assert discovery.num_begun == 2
 
 
 async def asked(address: str) -> signals_pb2.GetSignalsResponse:
