@@ -181,7 +181,7 @@ class KubernetesActuator:
                 scale = await self._read(role)
             else:
                 return
-        raise ActuatorError(f"the {role} pool changes too fast to be resized to {size}; retrying")
+        raise ActuatorError(f"the {role} pool changes too fast to be resized to {size}: try again")
 
     def _path(self, role: Role) -> str:
         workload = self.workloads[role]

@@ -163,6 +163,19 @@ async def test_a_rollout_does_not_hinder_a_resize() -> None:
         assert found.asked("patch", "deployments/scale") == 2
 
 
+async def test_a_resize_that_others_always_precede_asks_to_try_again() -> None:
+    async with fake_release() as found:
+        before = found.kube.store.revision
+        found.kube.store.changed(
+            found.kube.store.get("Deployment", "decode"), lambda new: new["metadata"].update(labels={"release": "b"})
+        )
+        stale = found.kube.order("get", "deployments/scale", revision=before, times=10)
+        with pytest.raises(ActuatorError, match="the decode pool changes too fast to be resized to 3: try again"):
+            await found.actuator().resize("decode", 3, (), previous_size=2)
+        assert stale.num_met == found.asked("patch", "deployments/scale") + 1
+        assert found.size("decode") == 2
+
+
 def is_rolled_out(deployment: Object) -> bool:
     """All its pods are new ones, and its status has nothing left to say about it."""
     status = deployment["status"]
