@@ -25,7 +25,7 @@ from router.autoscaler.observation import InstanceSample, samples_of
 from router.autoscaler.router_signals import RecentLatencies
 from router.autoscaler.settings import AutoscalerSettings
 from router.picking.disaggregation import Disaggregation
-from router.picking.weights_shares import SHOWN_DIGITS
+from router.picking.picker import SHOWN_DIGITS
 from router.pools.instance import State
 from router.pools.instance_info import Role
 from router.request.request_log import RequestLog, TokenGaps

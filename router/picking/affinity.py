@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.scheduling.block_hash import extend_block_hashes, root_hash
+from router.picking.picker import WeightsShares
 from router.picking.scorers import Criteria, RequestFacts, Scoring
 from router.picking.settings import PickingSettings
-from router.picking.weights_shares import WeightsShares
 from router.pools.instance_info import InstanceKey, InstanceView, Role
 from router.request.generation_request import GenerationRequest
 

@@ -5,7 +5,7 @@ filter, score, pick a decode instance ─▶ a prefill instance that can pair wi
 In `auto` measured step costs decide (placement.py): with objectives over all instances at once, without them over the
 two that were picked. Where every request is split (`always`), only decode instances with such a prefill instance are
 candidates, so that a pair is found whenever there is one. Elsewhere each decode instance can serve alone. Where weights
-have shares (weights_shares.py), a new request stays with those that it was drawn for as long as an instance of them has
+have shares (`WeightsShares`), a new request stays with those that it was drawn for as long as an instance of them has
 room.
 """
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import field_validator
 
+from router.picking.picker import WeightsShares
 from router.picking.scorers import Scoring
-from router.picking.weights_shares import WeightsShares
 from router.request.generation_request import Objectives
 from serving.settings import Section, setting
 

@@ -12,10 +12,10 @@ import pytest
 
 from engine.sampling.params import SamplingParams
 from router.picking.affinity import Affinity, RequestAffinity
+from router.picking.picker import WeightsShares
 from router.picking.placement import AimSource, Plan
 from router.picking.plan import explain, make_plan
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
-from router.picking.weights_shares import WeightsShares
 from router.pools.instance_info import InstanceView, Role
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
