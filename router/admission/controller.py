@@ -9,7 +9,7 @@
              ├──cancelled, aborted, disconnected──▶ out of the queue at once
              └──queue_timeout_s, or displaced by a higher priority──▶ RESOURCE_EXHAUSTED ◀──not begun in time──in flight
 
-fair_queue.py decides the order, capacity.py what there is room for, shares.py which streams pause for others. A request
+fair_queue.py decides the order, capacity.py what there is room for, slots.py which streams pause for others. A request
 is rejected immediately when its predicted wait exceeds the limit, with a hint when to retry. docs/admission.md explains
 the constants.
 """
@@ -28,8 +28,7 @@ from dataclasses import dataclass, field, replace
 from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
 from router.admission.fair_queue import Entry, Excess, FairQueue, ServiceRate
 from router.admission.settings import AdmissionSettings
-from router.admission.shares import TenantShares
-from router.admission.ticket import Ticket, TooLate
+from router.admission.slots import TenantShares, Ticket, TooLate
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded, ServiceError, Unavailable
 from serving.histogram import Histogram

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from engine.config import GRAMMAR_S
 from protos.tandem.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.admission.ticket import Slot, TooLate
+from router.admission.slots import Slot, TooLate
 from router.dispatch.instance_call import DecodeCall, InstanceCall, PrefillCall, TransferReleases
 from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity

@@ -36,7 +36,7 @@ from protos.tandem.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from router.admission.ticket import Slot
+from router.admission.slots import Slot
 from router.dispatch.trace import AttemptTrace
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceKey, Role

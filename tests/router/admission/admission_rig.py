@@ -15,7 +15,7 @@ from engine.sampling.params import SamplingParams
 from router.admission.capacity import Capacity, Usage
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings
-from router.admission.ticket import Ticket
+from router.admission.slots import Ticket
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.admission.capacity import Capacity
 from router.admission.settings import TenantSettings
-from router.admission.ticket import Ticket
+from router.admission.slots import Ticket
 from serving.errors import Unavailable
 from tests.router.admission.admission_rig import GUARD_S, AdmissionRig, request, settled
 

@@ -15,7 +15,7 @@ from router.admission.capacity import Charge, ExternalLoad, Limits, limits_of
 from router.admission.controller import AdmissionController
 from router.admission.fair_queue import Entry, ServiceRate
 from router.admission.settings import AdmissionSettings, TenantSettings
-from router.admission.ticket import Ticket
+from router.admission.slots import Ticket
 from router.app import RouterApp
 from router.autoscaler.observation import Observer, is_for_decode, lacking_pool, queue_of
 from router.autoscaler.router_signals import EMPTY_QUEUE, QueueSample, RecentLatencies

@@ -9,8 +9,7 @@ import pytest
 from router.admission.capacity import Charge, Limits, Usage
 from router.admission.fair_queue import Entry, Excess
 from router.admission.settings import TenantSettings
-from router.admission.shares import TenantShares
-from router.admission.ticket import Ticket
+from router.admission.slots import TenantShares, Ticket
 
 NOW_S = 100.0
 LIMITS = Limits(num_requests=1000, num_sequences=8)
