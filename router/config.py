@@ -15,9 +15,9 @@ from router.autoscaler.settings import AutoscalerSettings, SignalSettings
 from router.kubernetes.settings import KubernetesSettings
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
 from router.pools.settings import PoolSettings
-from router.resilience.outlier_detection import EjectionSettings
 from router.resilience.poison_requests import QuarantineSettings
 from router.resilience.retry import FailoverSettings
+from router.resilience.safeguards import EjectionSettings
 from serving.channel import ChannelSettings
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings

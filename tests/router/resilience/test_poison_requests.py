@@ -18,7 +18,7 @@ from router.resilience.poison_requests import (
     Suspect,
     content_digest,
 )
-from tests.router.resilience.test_outlier_detection import Clock
+from tests.router.resilience.test_safeguards import Clock
 
 KNOWN_GONE_AFTER_S = 2.5
 

@@ -15,9 +15,8 @@ from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from router.resilience.outlier_detection import EjectionSettings, OutlierDetection
 from router.resilience.retry import CallFailed
-from router.resilience.safeguards import Guard
+from router.resilience.safeguards import EjectionSettings, Guard, OutlierDetection
 from serving.errors import Aborted, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
