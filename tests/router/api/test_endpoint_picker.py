@@ -23,7 +23,7 @@ from router.request.validation import ServedModel
 from serving.channel import open_channel
 from tandem.local_stack.topology import free_ports
 from tests.channels import PATIENT
-from tests.router.autoscaler.test_peers import until
+from tests.router.autoscaler.test_router_signals import until
 from tests.router.rig import SHORT, TIMEOUT_S, running, settings_of
 
 HOSTS = ("127.0.0.1", "127.0.0.2")

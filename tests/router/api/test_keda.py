@@ -23,7 +23,7 @@ from tandem.client.health import READY, health
 from tests.channels import PATIENT
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
-from tests.router.autoscaler.test_peers import second_router
+from tests.router.autoscaler.test_router_signals import second_router
 from tests.router.conftest import Run
 from tests.router.rig import TIMEOUT_S, Rig, request_of, slow
 from tests.router.rig import settings_of as router_settings
