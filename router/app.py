@@ -91,9 +91,11 @@ class RouterApp:
         self._settings = settings
         security = Security(settings.tls, settings.auth, is_worker=settings.router.workers > 1)
         self._server = security.clients_server(settings.effective_server, settings.health)
-        self._admin = security.admin_server(settings.admin_server) if settings.admin_server else None
-        self._signals = security.signals_server(settings.signals_server) if settings.signals_server else None
-        picker = settings.endpoint_picker_server
+        admin = settings.server_beside(settings.router.admin_listen)
+        self._admin = security.admin_server(admin) if admin else None
+        signals = settings.server_beside(settings.signals.listen)
+        self._signals = security.signals_server(signals) if signals else None
+        picker = settings.server_beside(settings.endpoint_picker.listen)
         self._picker = security.picker_server(picker) if picker else None
         self._router_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         # Attempts that come faster than gRPC's own backoff fail without a connection attempt.

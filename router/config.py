@@ -117,22 +117,8 @@ class RouterSettings(Settings):
         """The server's section with `router.listen` applied."""
         return self.server if self.router.listen is None else self._listening_on(self.router.listen)
 
-    @property
-    def admin_server(self) -> ServerSettings | None:
-        """The server's section for the admin listener; None where there is none."""
-        return self._beside(self.router.admin_listen)
-
-    @property
-    def signals_server(self) -> ServerSettings | None:
-        """The server's section for the listener of signals; None where there is none."""
-        return self._beside(self.signals.listen)
-
-    @property
-    def endpoint_picker_server(self) -> ServerSettings | None:
-        """The server's section for the endpoint picker's listener; None where there is none."""
-        return self._beside(self.endpoint_picker.listen)
-
-    def _beside(self, listen: str | None) -> ServerSettings | None:
+    def server_beside(self, listen: str | None) -> ServerSettings | None:
+        """The server's section for one of the other listeners; None where that is not set."""
         return None if listen is None else self._listening_on(listen).model_copy(update={"advertise": None})
 
     def _listening_on(self, listen: str) -> ServerSettings:

@@ -184,7 +184,7 @@ def _grow(
     if latest.num_pending and wait_s > 0:
         pending = f"{latest.num_pending} of {latest.size} are not warm yet"
         return decision.held("pending", f"{pending}, and are waited for {wait_s:.0f} s more")
-    is_urgent = min(demand.ratio for demand in demands) >= policy.urgent
+    is_urgent = min(demand.wanted_by.ratio for demand in demands) >= policy.urgent
     if history.direction == "in" and history.reversed_s is not None and not is_urgent:
         left_s = policy.scale_in_window_s - (latest.at_s - history.reversed_s)
         if left_s > 0:

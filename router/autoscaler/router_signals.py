@@ -105,10 +105,7 @@ class RecentLatencies:
     def __init__(self, settings: AutoscalerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
-        self._windows: dict[Role, Window] = {
-            "prefill": Window(settings.latency_window_s),
-            "decode": Window(settings.latency_window_s),
-        }
+        self._windows = {role: Window(settings.latency_window_s) for role in WIRE_ROLES}
 
     def are_warm(self, plan: Plan) -> bool:
         """Whether the latencies of a request at the instances of `plan` count."""
@@ -185,9 +182,9 @@ class RouterSignals:
     def from_wire(cls, message: signals_pb2.GetSignalsResponse) -> Self:
         delay_s = message.queue_delay_s if message.HasField("queue_delay_s") else None
         idle_s = message.idle_s if message.HasField("idle_s") else math.inf
-        latencies: dict[Role, list[LatencySample]] = {
-            "prefill": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.ttft],
-            "decode": [LatencySample(one.seconds, one.weight, one.num_requests) for one in message.itl],
+        latencies = {
+            role: [LatencySample(one.seconds, one.weight, one.num_requests) for one in samples]
+            for role, samples in zip(WIRE_ROLES, (message.ttft, message.itl), strict=True)
         }
         queue, lacking = QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking)
         return cls(queue, lacking, latencies, idle_s, is_serving=not message.not_serving)

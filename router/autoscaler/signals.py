@@ -72,11 +72,6 @@ class Demand:
     enough_for: str
     """The signal that needs this many, or what is unknown."""
 
-    @property
-    def ratio(self) -> float:
-        """Of the signal that demands most."""
-        return self.wanted_by.ratio
-
 
 def demand_of(observation: PoolObservation, policy: PoolPolicy) -> Demand:
     """What an observation without a problem demands; unbounded. Never falls when a load rises."""

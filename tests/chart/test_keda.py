@@ -19,7 +19,7 @@ def test_scaled_objects_ask_the_routers_for_the_pools_that_they_size(read: Read)
     router = deployment(objects, "router")["spec"]["template"]["spec"]["containers"][0]
     assert {"name": port["targetPort"], "containerPort": port["port"]} in router["ports"]
     settings, _ = read(objects, "router")
-    assert settings.signals_server.port == port["port"]
+    assert settings.server_beside(settings.signals.listen).port == port["port"]
     for scaled in of_kind(objects, "ScaledObject"):
         role, spec = component_of(scaled), scaled["spec"]
         assert spec["scaleTargetRef"]["name"] == deployment(objects, role)["metadata"]["name"]

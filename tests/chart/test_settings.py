@@ -19,7 +19,7 @@ from kv_transfer.stores.redis.address import RedisAddress
 from kv_transfer.stores.redis.connector import RedisOptions
 from router.kubernetes.settings import Workload
 from router.pools.discovery import parse_targets
-from serving.settings import environment_name, leaves
+from serving.settings import environment_name, leaves, parse_address
 from tandem.commands.generate import command as generate_command
 from tandem.demo import MODEL_DIR
 from tests.chart.rendered import COMPONENTS, NAMES, SCALING, deployment, manifests, of_kind
@@ -104,7 +104,7 @@ def test_routers_find_each_other_at_the_port_that_they_listen_on(name: str, read
     (service,) = (one for one in of_kind(manifests(name), "Service") if one["metadata"]["name"] == target.host)
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"]["app.kubernetes.io/component"] == "router"
-    assert settings.signals_server.port == target.port
+    assert settings.server_beside(settings.signals.listen).port == target.port
     assert (settings.signals.router_name is not None) is (settings.tls.cert_file is not None)
 
 
@@ -151,7 +151,7 @@ def test_addresses_are_the_pods_in_both_families(component: str, pod_ip: str, re
     assert settings.metrics.listen == f"[{pod_ip}]:9090"
     if component == "router":
         assert settings.effective_server.host == "0.0.0.0"
-        assert (settings.admin_server.host, settings.admin_server.port) == ("127.0.0.1", 50052)
+        assert parse_address(settings.router.admin_listen) == ("127.0.0.1", 50052)
     else:
         assert (settings.server.resolved().host, settings.server.resolved().port) == (pod_ip, 50051)
         assert settings.server.advertised_host == pod_ip
@@ -173,7 +173,7 @@ def test_routers_listen_where_the_cluster_has_addresses(read: Read) -> None:
 @pytest.mark.parametrize("pod_ip", ["10.1.2.3", "fd00::1:2"])
 def test_the_admin_listener_is_at_the_pods_address_of_either_family(listen: str, pod_ip: str, read: Read) -> None:
     settings, _ = read(render({"router": {"adminListen": listen}}), "router", pod_ip=pod_ip)
-    assert (settings.admin_server.host, settings.admin_server.port) == (pod_ip, 50052)
+    assert parse_address(settings.router.admin_listen) == (pod_ip, 50052)
 
 
 def test_how_the_model_writes_tool_calls_is_the_users_to_say(read: Read) -> None:

@@ -50,7 +50,7 @@ def test_an_inference_pool_is_of_the_routers_and_asks_them_where_they_listen(rea
     ports = router["spec"]["template"]["spec"]["containers"][0]["ports"]
     assert {"name": port["targetPort"], "containerPort": port["port"]} in ports
     settings, _ = read(objects, "router")
-    assert settings.endpoint_picker_server.port == port["port"]
+    assert settings.server_beside(settings.endpoint_picker.listen).port == port["port"]
     (route,) = of_kind(objects, "HTTPRoute")
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
     assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
