@@ -115,11 +115,7 @@ class AdmissionController:
         self.in_use = Usage()
         self._prompts: dict[Ticket, float] = {}
         """The requests in flight whose prompts count, and when their first token is overdue."""
-        self._shares = TenantShares(
-            self.settings.share_of,
-            yield_after_s=self.settings.yield_after_s,
-            max_tenants=self.settings.max_tenants,
-        )
+        self._shares = TenantShares(self.settings)
         self.queue = FairQueue[Ticket](self.settings.share_of, self.settings.max_tenants)
         """The requests that wait, in flows of their tenants; costs are tokens, prompt and expected output."""
         self.num_paused = 0

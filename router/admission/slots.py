@@ -26,7 +26,7 @@ from typing import Protocol
 
 from router.admission.capacity import Charge, Limits, Usage
 from router.admission.fair_queue import Entry, Excess
-from router.admission.settings import TenantSettings
+from router.admission.settings import AdmissionSettings
 from serving.errors import Overloaded
 
 _MIN_PACED = 8
@@ -161,16 +161,14 @@ _Reducible = tuple[_Holding, Iterator[Entry[Ticket]]]
 class TenantShares:
     """The requests in flight by tenant. Of `max_tenants` without any, the last end is known, until all are idle."""
 
-    def __init__(self, share_of: Callable[[str], TenantSettings], *, yield_after_s: float, max_tenants: int) -> None:
-        self._share_of = share_of
-        self._yield_after_s = yield_after_s
-        self._max_tenants = max_tenants
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self._settings = settings
         self._holdings: dict[str, _Holding] = {}
 
     def add(self, entry: Entry[Ticket], *, had_free_slot: bool = True) -> None:
         """The request is started; without a free slot after a pause of another."""
         if (holding := self._holdings.get(entry.flow)) is None:
-            holding = self._holdings[entry.flow] = _Holding(self._share_of(entry.flow).weight)
+            holding = self._holdings[entry.flow] = _Holding(self._settings.share_of(entry.flow).weight)
         holding.usage.add(entry.item.charge)
         holding.streams[entry] = None
         holding.last_start_s = entry.item.started_s
@@ -186,7 +184,7 @@ class TenantShares:
         holding.last_end_s = ended_s if ended_s is not None else holding.last_end_s
         if not any(one.streams for one in self._holdings.values()):
             self._holdings.clear()
-        elif not holding.streams and len(self._holdings) > self._max_tenants:
+        elif not holding.streams and len(self._holdings) > self._settings.max_tenants:
             del self._holdings[entry.flow]
 
     def part(self, tenant: str, limits: Limits) -> float:
@@ -243,7 +241,7 @@ class TenantShares:
 
     def _reducible(self, holding: _Holding, now_s: float) -> _Reducible:
         """A copy of `holding` to take streams from, and the streams that may pause."""
-        pausable = (entry for entry in holding.streams if entry.item.may_pause(now_s, self._yield_after_s))
+        pausable = (entry for entry in holding.streams if entry.item.may_pause(now_s, self._settings.yield_after_s))
         return replace(holding, usage=replace(holding.usage)), pausable
 
     def _part_with(self, tenant: str, charge: Charge, limits: Limits) -> float:
@@ -251,4 +249,4 @@ class TenantShares:
         holding = self._holdings.get(tenant)
         usage = replace(holding.usage) if holding is not None else Usage()
         usage.add(charge)
-        return usage.part_of(limits) / self._share_of(tenant).weight
+        return usage.part_of(limits) / self._settings.share_of(tenant).weight

@@ -264,7 +264,7 @@ def place_by_step_costs(
     num_missing: Callable[[InstanceView], int],
     rng: random.Random,
     *,
-    may_split: bool = True,
+    may_split: bool,
 ) -> Plan | None:
     """The place of a request among `views` of both pools, which all may serve it. None: their costs are not known, or
     none takes streams."""

@@ -151,7 +151,7 @@ def _by_step_costs(
     rng: random.Random,
     criteria: Criteria,
     *,
-    may_split: bool = True,
+    may_split: bool,
 ) -> Plan | None:
     """The best place among `views`. None: none has room, or none reports what its steps cost."""
     if criteria.aims is None:

@@ -8,7 +8,7 @@ import pytest
 
 from router.admission.capacity import Charge, Limits, Usage
 from router.admission.fair_queue import Entry, Excess
-from router.admission.settings import TenantSettings
+from router.admission.settings import AdmissionSettings, TenantSettings
 from router.admission.slots import TenantShares, Ticket
 
 NOW_S = 100.0
@@ -25,10 +25,8 @@ class House:
     in_use: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
-        weights = self.weights
-        self.shares = TenantShares(
-            lambda one: TenantSettings(weight=weights.get(one, 1.0)), yield_after_s=1.0, max_tenants=2
-        )
+        tenants = {name: TenantSettings(weight=weight) for name, weight in self.weights.items()}
+        self.shares = TenantShares(AdmissionSettings(tenants=tenants, yield_after_s=1.0, max_tenants=2))
 
     def start(
         self,
