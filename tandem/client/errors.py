@@ -38,6 +38,8 @@ _PROBE_TIMEOUT_S = 2.0
 _MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "UNAUTHENTICATED"})
 """Of the caller: the message says all of it, and the router's log no more."""
 _TOO_LONG = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
+_CERTIFICATE_ALERT = re.compile("ALERT_(HANDSHAKE_FAILURE|UNKNOWN_CA|.*CERTIFICATE)")
+"""OpenSSL's names of what a server says of a client's certificate, or of a missing one; gRPC's say nothing."""
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
@@ -163,10 +165,13 @@ def _tls_problem(address: str, credentials: Credentials) -> str | None:
             f"the certificate of the server at {address} is not trusted: {error.verify_message.rstrip('.')}; "
             f"trusted are the CAs in {credentials.ca_file}"
         )
-    except ssl.SSLError:
-        if credentials.ca_file is None:
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        if "ALERT" not in reason and credentials.ca_file is not None:
+            return f"the server at {address} speaks plaintext, not TLS: omit ca_file (--ca-file) if that is intended"
+        if not _CERTIFICATE_ALERT.search(reason):
             return None
-        return f"the server at {address} speaks plaintext, not TLS: omit ca_file (--ca-file) if that is intended"
+        is_accepted = False
     except (OSError, ValueError):
         return None
     if credentials.ca_file is None:
@@ -180,8 +185,11 @@ def _probe(context: ssl.SSLContext, address: tuple[str, int], name: str) -> bool
         socket.create_connection(address, timeout=_PROBE_TIMEOUT_S) as plain,
         context.wrap_socket(plain, server_hostname=name) as wrapped,
     ):
-        wrapped.sendall(_HTTP2_PREFACE)
-        return bool(wrapped.recv(1))
+        try:
+            wrapped.sendall(_HTTP2_PREFACE)
+            return bool(wrapped.recv(1))
+        except ssl.SSLError:  # its alert
+            return False
 
 
 def _ssl_context(credentials: Credentials) -> ssl.SSLContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import ssl
 import threading
 import time
@@ -362,6 +363,44 @@ def test_a_client_with_tls_at_a_plaintext_port_is_reported(client_files: Files) 
     with serving(None) as running:
         problem = r"speaks plaintext, not TLS: omit ca_file \(--ca-file\)"
         assert_refused(running.address, client_files.credentials(), problem)
+
+
+@contextmanager
+def rejecting_by_alert(files: Files, version: ssl.TLSVersion) -> Iterator[str]:
+    """The address of a server that requires a client certificate and, unlike gRPC's, says so before it closes."""
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.ca))
+    tls.load_cert_chain(files.certificate, files.key)
+    tls.set_alpn_protocols(["h2"])
+    tls.verify_mode, tls.maximum_version = ssl.CERT_REQUIRED, version
+
+    def serve() -> None:
+        with suppress(OSError):  # once the listener is shut down
+            while True:
+                connection, _ = listener.accept()
+                with connection.dup() as unread:  # a close with unread bytes would reset the connection
+                    with suppress(OSError), tls.wrap_socket(connection, server_side=True) as wrapped:
+                        wrapped.recv(1)
+                    while unread.recv(4096):
+                        pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve)
+        server.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            server.join()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_server_that_rejects_by_an_alert_is_known_to_speak_tls(
+    server_files: Files, problems: dict[str, Credentials], version: ssl.TLSVersion
+) -> None:
+    with rejecting_by_alert(server_files, version) as address:
+        for text in ("requires a client", "does not trust"):
+            [(problem, credentials)] = [(one, given) for one, given in problems.items() if one.startswith(text)]
+            assert_refused(address, credentials, problem)
 
 
 def test_a_closed_port_is_not_a_tls_problem(client_files: Files) -> None:
