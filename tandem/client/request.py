@@ -180,7 +180,10 @@ def _tool_call(call: ToolCall | Mapping[str, Any]) -> generation_pb2.ToolCall:
     if isinstance(call, ToolCall):
         return generation_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
     function = call.get("function", call)
-    return generation_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+    try:
+        return generation_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+    except KeyError as missing:
+        raise TypeError(f"a tool call has id, name and arguments; this one has no {missing}") from None
 
 
 def _set_chat_options(

@@ -302,6 +302,8 @@ def test_tools_and_their_calls_find_their_fields(tool: dict[str, Any]) -> None:
     assert generate_request(messages, {"tools": [tool], "tool_choice": "get_weather"}).chat.required_tool
     with pytest.raises(TypeError, match="a tool has name, description, parameters and strict"):
         generate_request(messages, {"tools": [{"nome": "x"}]})
+    with pytest.raises(TypeError, match="a tool call has id, name and arguments; this one has no 'arguments'"):
+        generate_request([{"role": "assistant", "tool_calls": [{"id": "c1", "name": "get_weather"}]}], {})
     with pytest.raises(TypeError, match="tools goes with the messages of a chat"):
         generate_request("hi", {"tools": [tool]})
 
