@@ -5,8 +5,8 @@ it. The kernel releases the lock when the process ends, however it ends, so the 
 reused process id cannot be mistaken for it. The state file holds that folder and the router's address. A lock on the
 folder itself keeps systemd-tmpfiles from removing files in it that were not used for days (tmpfiles.d(5), "Age").
 
-    create() ─▶ running (locked) ─remove()─▶ gone
-                    └─ killed ─▶ stale (unlocked) ─sweep(), at the next start─▶ gone
+    StackFolder() ─▶ running (locked) ─remove()─▶ gone
+                         └─ killed ─▶ stale (unlocked) ─sweep(), at the next start─▶ gone
 
 Stacks that see different temporary directories, as services with PrivateTmp and containers do, may share the folder of
 the state files. A running stack writes its own again where it is gone.

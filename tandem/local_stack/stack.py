@@ -146,11 +146,11 @@ class LocalStack:
         folder = StackFolder()
         self._cleanup.callback(folder.remove)
         self._folder = folder.path
-        bond = ParentBond()
-        self._cleanup.callback(bond.close)
-        after_processes = self._cleanup.enter_context(ExitStack())
-        self._cleanup.callback(lambda: stop_all(list(self.processes.values()), STOP_GRACE_S))
         try:
+            bond = ParentBond()
+            self._cleanup.callback(bond.close)
+            after_processes = self._cleanup.enter_context(ExitStack())
+            self._cleanup.callback(lambda: stop_all(list(self.processes.values()), STOP_GRACE_S))
             self._prepare_folder()
             # Another stack that starts would choose the same ports by the seed: they are free until processes listen.
             settings = self.settings if folder.is_alone else replace(self.settings, port_seed=None)

@@ -143,6 +143,13 @@ def test_the_metrics_of_one_worker_of_several_are_not_announced(
         assert metrics_address_of(stack.admin_address) == (stack.http_address if router_workers == 1 else None)
 
 
+def test_a_start_without_free_descriptors_leaves_nothing(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+    monkeypatch.setattr(os, "pipe", lambda: os.open(temporary / "absent", os.O_RDONLY))
+    with pytest.raises(OSError, match="absent"):
+        LocalStack(settings()).start()
+    assert list(temporary.glob("tandem-*")) == []
+
+
 def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"router": BECOMES_READY, "decode-0": DIES})
     stack = LocalStack(settings())
