@@ -22,8 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from engine.core.async_engine import AsyncEngine
-from serving.health import Health
 from serving.limits import OpenCalls
+from serving.server import Health
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.25

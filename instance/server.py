@@ -35,7 +35,6 @@ from kv_transfer.transfer import server as transfer_server
 from kv_transfer.transfer.client import identity_to_proto
 from protos.tandem.v1 import instance_pb2
 from serving.auth import certificate_authorizer
-from serving.health import LIVENESS
 from serving.interceptor import Context
 from serving.lifecycle import (
     EXIT_CANNOT_START,
@@ -53,7 +52,7 @@ from serving.lifecycle import (
 from serving.limits import CONTROL
 from serving.logging import configure as configure_logging
 from serving.metrics import MetricsServer
-from serving.server import Server, ServerTls
+from serving.server import LIVENESS, Server, ServerTls
 from serving.settings import SettingsError
 from serving.tls import TlsFiles
 from serving.tracing import exporting_spans

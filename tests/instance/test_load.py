@@ -12,8 +12,8 @@ from engine.core.messages import EngineLoad, StepCost
 from instance.drain import DrainController
 from instance.load import LoadReporter, changed_significantly
 from router.pools.instance_info import LoadReport
-from serving.health import Health
 from serving.limits import OpenCalls
+from serving.server import Health
 from tests.instance.scripted_core import ScriptedCore
 from tests.waiting import until
 
