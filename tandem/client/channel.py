@@ -29,8 +29,7 @@ from serving.redial import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
 from tandem.client.fork import Owner
-from tandem.client.here import has_proxy
-from tandem.client.registry import is_local, running_address
+from tandem.client.registry import has_proxy, is_local, running_address
 
 if TYPE_CHECKING:
     from serving.tls import TlsFiles, TlsMaterial

@@ -1,4 +1,5 @@
-"""The registry of local stacks: the state files by which `tandem generate` finds what `tandem up` started.
+"""The registry of local stacks: the state files by which `tandem generate` finds what `tandem up` started, and the
+addresses that are on this machine.
 
 A running stack has a private folder in the system's temporary directory and holds a lock (flock) on the file `lock` in
 it. The kernel releases the lock when the process ends, however it ends, so the lock says whether the stack runs, and a
@@ -15,10 +16,13 @@ the state files. A running stack writes its own again where it is gone.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import json
 import math
 import os
+import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,7 +31,6 @@ from pathlib import Path
 
 from tandem.client.credentials import PLAINTEXT, Credentials, stack_credentials
 from tandem.client.errors import NotRunning
-from tandem.client.here import is_here, reaches
 
 _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
@@ -35,6 +38,11 @@ _UNSEEN_KEPT_S = 86_400.0
 """How long the state file is kept of a stack whose folder is not seen here."""
 _MAX_FOLDER_BYTES = 40
 """A socket's path has at most 107 bytes, of which up to 67 are below this folder."""
+_SCHEME = re.compile(r"^(ipv4:|ipv6:|dns://[^/]*/|dns:/*)")
+"""gRPC's, in front of an address; that of DNS may name the server to ask."""
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_PROXY_VARIABLES = ("all_proxy", "grpc_proxy", "http_proxy", "https_proxy")
+"""What gRPC, curl and httpx read; some of them in capitals too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +182,32 @@ def credentials_for(address: str) -> Credentials:
     return PLAINTEXT
 
 
+def has_proxy() -> bool:
+    """Whether the environment names a web proxy."""
+    return any(value and name.lower() in _PROXY_VARIABLES for name, value in os.environ.items())
+
+
+def is_here(target: str) -> bool:
+    """Whether host:port is an address of this machine, of loopback or of a network interface; of several, with or
+    without gRPC's scheme, whether all are."""
+    hosts = [_host_and_port(one)[0] for one in _SCHEME.sub("", target).split(",")]
+    others = {_ip_address(host) for host in hosts if not _is_loopback(host)}
+    return not others or (None not in others and others <= _interface_addresses())
+
+
+def reaches(address: str, listener: str) -> bool:
+    """Whether a client of `address` (host:port, with or without gRPC's scheme) connects to what listens at `listener`
+    of this machine, and never to another process, which may listen at the same port of another address: of loopback,
+    or of the other family, which the name localhost may mean."""
+    if address == listener:
+        return True
+    (host, port), (own_host, own_port) = _host_and_port(_SCHEME.sub("", address)), _host_and_port(listener)
+    reached, own = _ip_address(host), _ip_address(own_host)
+    if port != own_port or reached is None or own is None or reached.version != own.version or not _is_loopback(host):
+        return False
+    return own.is_unspecified or (_loopback(reached) if reached.is_unspecified else reached) == own
+
+
 def is_local(target: str) -> bool:
     """Whether `target` is an address of this machine, or that of a router of this user's local stacks, which may listen
     at a name of this machine."""
@@ -254,3 +288,36 @@ def _announced() -> Iterator[tuple[Path, RunningStack]]:
             yield path, RunningStack(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue  # of another version, or just removed
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]").lower(), port
+
+
+def _loopback(address: Address) -> Address:
+    """What a client of an unspecified address connects to."""
+    return ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+
+
+def _interface_addresses() -> set[Address | None]:
+    import psutil  # late: few clients need it
+
+    try:
+        every = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
+    except OSError:
+        return set()
+    return {_ip_address(one.address) for one in every if one.family in (socket.AF_INET, socket.AF_INET6)}
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a client of it connects to loopback."""
+    address = _ip_address(host)
+    return host == "localhost" or (address is not None and (address.is_loopback or address.is_unspecified))
+
+
+def _ip_address(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
-from tandem.client.here import has_proxy
-from tandem.client.registry import made_state_dir
+from tandem.client.registry import has_proxy, made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
 from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import ConnectorChoice

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -25,7 +25,6 @@ from tandem.client import channel
 from tandem.client.channel import ROUTER_SERVICE, ClientChannel, router_target
 from tandem.client.credentials import PLAINTEXT
 from tandem.client.errors import ConnectionLost
-from tandem.client.here import is_here
 from tests.waiting import wait_until
 
 
@@ -137,31 +136,6 @@ def test_a_router_at_any_address_of_this_machine_is_not_looked_for_behind_the_pr
         for host in hosts:
             with Client(f"{host}:{port}") as client:
                 assert client.generate("go").model == "own", host
-
-
-def test_what_is_on_this_machine() -> None:
-    assert is_here("ipv6:[::1]:1,[::]:2")
-    assert not is_here("ipv4:127.0.0.1:1,203.0.113.1:1")
-    assert not is_here("dns:///router:1")
-    assert is_here("dns:///localhost:1")
-    assert is_here("dns://10.0.0.53/localhost:1")
-    assert is_here("dns://10.0.0.53:53/127.0.0.1:1")
-    assert not is_here("dns://127.0.0.1:53/router:1")
-
-
-def test_addresses_of_network_interfaces_are_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = [
-        SimpleNamespace(family=socket.AF_INET, address="10.0.0.5"),
-        SimpleNamespace(family=socket.AF_INET6, address="2001:db8::5"),
-        SimpleNamespace(family=psutil.AF_LINK, address="02:42:0a:00:00:05:00:01"),
-    ]
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": addresses})
-    assert is_here("10.0.0.5:1")
-    assert is_here("ipv4:127.0.0.1:1,10.0.0.5:1")
-    assert is_here("[2001:db8::5]:1")
-    assert not is_here("10.0.0.6:1")
-    assert not is_here("ipv4:10.0.0.5:1,10.0.0.6:1")
-    assert not is_here("[2:42:a:0:0:5:0:1]:1"), "a hardware address"
 
 
 def test_a_request_rejected_by_one_router_is_answered_by_the_other(two: list[Router]) -> None:

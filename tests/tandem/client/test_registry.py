@@ -1,9 +1,10 @@
-"""A stack is found while it lives, and what a killed one left is swept."""
+"""A stack is found while it lives, what a killed one left is swept, and addresses of this machine are known."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -11,13 +12,14 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tandem import Client
 from tandem.client import registry
 from tandem.client.credentials import API_KEY_FILE, PLAINTEXT, Credentials
 from tandem.client.errors import NotRunning
-from tandem.client.registry import RunningStack, StackFolder
+from tandem.client.registry import RunningStack, StackFolder, is_here
 
 
 @pytest.fixture(autouse=True)
@@ -247,3 +249,28 @@ def test_a_temporary_directory_too_deep_for_sockets_is_not_used(monkeypatch: pyt
     deep = "/tmp/" + "deep/" * 20
     monkeypatch.setattr(tempfile, "tempdir", deep)
     assert registry.temporary_folder() == Path("/tmp")
+
+
+def test_what_is_on_this_machine() -> None:
+    assert is_here("ipv6:[::1]:1,[::]:2")
+    assert not is_here("ipv4:127.0.0.1:1,203.0.113.1:1")
+    assert not is_here("dns:///router:1")
+    assert is_here("dns:///localhost:1")
+    assert is_here("dns://10.0.0.53/localhost:1")
+    assert is_here("dns://10.0.0.53:53/127.0.0.1:1")
+    assert not is_here("dns://127.0.0.1:53/router:1")
+
+
+def test_addresses_of_network_interfaces_are_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [
+        SimpleNamespace(family=socket.AF_INET, address="10.0.0.5"),
+        SimpleNamespace(family=socket.AF_INET6, address="2001:db8::5"),
+        SimpleNamespace(family=psutil.AF_LINK, address="02:42:0a:00:00:05:00:01"),
+    ]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": addresses})
+    assert is_here("10.0.0.5:1")
+    assert is_here("ipv4:127.0.0.1:1,10.0.0.5:1")
+    assert is_here("[2001:db8::5]:1")
+    assert not is_here("10.0.0.6:1")
+    assert not is_here("ipv4:10.0.0.5:1,10.0.0.6:1")
+    assert not is_here("[2:42:a:0:0:5:0:1]:1"), "a hardware address"
