@@ -28,7 +28,7 @@ from engine.machine import available_bytes, cpu_quota, usable_cores, visible_gpu
 from tandem.client.registry import temporary_folder
 from tandem.commands.options import interruptible, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
-from tandem.local_stack.system import IN_DOCKER, other_system
+from tandem.local_stack.preflight import IN_DOCKER, other_system
 
 if TYPE_CHECKING:
     from tandem.client.credentials import Credentials

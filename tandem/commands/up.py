@@ -23,9 +23,8 @@ from tandem.client.registry import has_proxy, made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
 from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import ConnectorChoice
-from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.desired_state import MAX_SIZE
-from tandem.local_stack.instances import check_vllm, given_settings
+from tandem.local_stack.preflight import IN_DOCKER, check_addresses, check_vllm, given_settings, other_system
 from tandem.local_stack.settings import (
     MAX_ROUTER_WORKERS,
     Disaggregation,
@@ -35,7 +34,6 @@ from tandem.local_stack.settings import (
 )
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackFailed
-from tandem.local_stack.system import IN_DOCKER, other_system
 from tandem.local_stack.topology import check_gpus
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from engine.machine import available_bytes, physical_cores, usable_cores, useful
 from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
-from tandem.local_stack.addresses import bind_once
 from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
-from tandem.local_stack.instances import instance_settings, num_workers, own_store, vllm_args
+from tandem.local_stack.preflight import bind_once, instance_settings, num_workers, own_store, vllm_args
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
 

@@ -42,7 +42,7 @@ llm.core.shutdown()
 """
 _VLLM = """
 import sys
-from tandem.local_stack.instances import check_vllm
+from tandem.local_stack.preflight import check_vllm
 try:
     check_vllm(sys.executable)
 except ValueError as error:

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from router.config import RouterSection, RouterSettings
 from serving.settings import settings_options
 from tandem.cli import main
-from tandem.local_stack.addresses import check_addresses
 from tandem.local_stack.settings import MAX_ROUTER_WORKERS, Bounds, StackSettings, autoscaled, parse_bounds
 
 
@@ -31,10 +30,6 @@ def test_the_router_takes_the_flags_as_they_are() -> None:
     assert (scaling.prefill.min_size, scaling.prefill.max_size) == (2, 2), "not named: it keeps its size"
     assert (scaled.max_prefill, scaled.max_decode, scaled.num_planned) == (0, 3, 5)
     assert scaled.router_args[-2:] == ("--log-level", "debug"), "what is given by hand comes last and wins"
-
-
-def test_a_connector_class_of_ones_own_may_have_a_server() -> None:
-    check_addresses(settings(connector="my.pages:Store", kv_url="s3://bucket"))
 
 
 def test_a_stack_may_have_as_many_router_workers_as_the_router_allows() -> None:

@@ -1,4 +1,5 @@
-"""What a stack's instances have, found out before one starts: their settings, their store and their vLLM.
+"""What is found out before a stack's processes start: the operating system, the addresses to listen on and to call,
+and what the instances have, their settings, their store and their vLLM.
 
 Further flags are read as the instances read them. What reads them is imported late: it takes half a second, and most
 stacks have none.
@@ -6,18 +7,23 @@ stacks have none.
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import click
 import msgspec
 
+from engine.errors import EngineError
 from engine.imports import child_environment
 from engine.machine import file_system
 from tandem.connectors import CONNECTORS
@@ -26,6 +32,9 @@ from tandem.local_stack.settings import StackSettings
 if TYPE_CHECKING:
     from instance.config import InstanceSettings
 
+IN_DOCKER = "with Docker, in a checkout: docker build -t tandem:0.1.0 . && docker compose up --wait (docs/compose.md)"
+_SYSTEM_NAMES = {"Darwin": "macOS"}
+_START_REDIS = "start one, for example: redis-server --port 6379"
 _MAX_BYTES = 16 << 30
 """The stores' own default."""
 _MIN_BYTES = 64 << 20
@@ -33,6 +42,71 @@ _SHARE = 4
 """One part of so many of the free space; the rest is for other programs."""
 _WORKER_COUNTS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 """Of vLLM's arguments: an instance has a worker, on a GPU of its own, for each of their product."""
+
+
+def other_system() -> str | None:
+    """The name of this operating system; None for Linux."""
+    name = platform.system()
+    return None if name == "Linux" else _SYSTEM_NAMES.get(name, name or "an unknown system")
+
+
+def check_addresses(settings: StackSettings) -> None:
+    """Reports early, by the flag's name, what a process would report seconds later. Raises ValueError."""
+    _check_port(settings.host, "--port", settings.port)
+    _check_port(settings.host, "--http-port", settings.http_port or 0)
+    if settings.port and settings.port == settings.http_port:
+        raise ValueError(f"--port and --http-port are both {settings.port}; choose another --http-port")
+    if settings.kv_url is None or not {"redis", "lmcache"} & set(settings.connectors):
+        return  # the server of a class that is not known here: only the class can tell
+    is_lmcache = settings.kv_url.startswith("tcp:")
+    try:
+        _connect_to_one(_hosts(settings.kv_url))
+    except EngineError as error:
+        raise ValueError(f"--kv-url: {error}") from None
+    except (OSError, ValueError) as error:
+        what, start = ("lmcache server", "see docs/connectors/lmcache.md") if is_lmcache else ("Redis", _START_REDIS)
+        raise ValueError(f"no {what} answers at --kv-url {settings.kv_url}: {error}; {start}") from None
+
+
+def _hosts(kv_url: str) -> Sequence[tuple[str, int]]:
+    """Where an `lmcache server` or a Redis listens, or the Sentinels of a Redis."""
+    if kv_url.startswith("tcp:"):
+        server = urlsplit(kv_url)
+        return [(server.hostname or "127.0.0.1", server.port or 5555)]
+    from kv_transfer.stores.redis.address import RedisAddress
+
+    return RedisAddress.parse(kv_url).hosts
+
+
+def _connect_to_one(hosts: Sequence[tuple[str, int]]) -> None:
+    """Raises OSError where none accepts."""
+    failure: OSError | None = None
+    for host in hosts:
+        try:
+            return socket.create_connection(host, timeout=2).close()
+        except OSError as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def _check_port(host: str, flag: str, port: int) -> None:
+    try:
+        bind_once(host, port)
+    except OSError as error:
+        if port and error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} is taken; choose another {flag}, or omit it") from None
+        if port and error.errno == errno.EACCES:
+            raise ValueError(f"port {port} is root's; choose another {flag}, above 1023, or omit it") from None
+        allowed = "an IPv4 address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        raise ValueError(f"cannot listen on --host {host}: {error.strerror}; allowed: {allowed}") from None
+
+
+def bind_once(host: str, port: int) -> None:
+    """Raises OSError where a process could not listen."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        probe.bind((host, port))
 
 
 def instance_settings(flags: Sequence[str]) -> InstanceSettings:

@@ -1,4 +1,4 @@
-"""The store in a stack's folder leaves room on its disk, and in memory where the folder is there."""
+"""What is found out before a stack starts: addresses, and the store, which leaves room on its disk and in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.local_stack.instances import own_store
+from tandem.local_stack.preflight import check_addresses, own_store
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.topology import Topology
 
@@ -124,3 +124,7 @@ def test_what_is_mounted_says_whether_a_folder_is_in_memory() -> None:
     size = own_store(settings(), Path("/dev/shm"), 40 * GIB)
     assert size is not None
     assert size.in_memory
+
+
+def test_a_connector_class_of_ones_own_may_have_a_server() -> None:
+    check_addresses(settings(connector="my.pages:Store", kv_url="s3://bucket"))
