@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
 
 import grpc
 import grpc.aio
@@ -28,7 +30,6 @@ from protos.tandem.v1 import generation_pb2_grpc
 from serving.redial import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
-from tandem.client.fork import Owner
 from tandem.client.registry import has_proxy, is_local, running_address
 
 if TYPE_CHECKING:
@@ -65,6 +66,14 @@ MAX_HANDSHAKE_S = 5.0
 """That a call waits for a connection with newer TLS files, at the most: as long as an attempt to connect has."""
 MIN_REDIAL_S = 1.0
 """Between two channels of one name, at the least."""
+_FORK_REMEDY = (
+    "start the process by spawn (multiprocessing.get_context('spawn')), or close every client well before the fork, "
+    "and create a client in it"
+)
+_open = WeakSet[object]()
+"""What holds the gRPC objects of open clients."""
+_kept: list[object] = []
+"""In a fork: the parent's clients and calls, since what gRPC frees it ends, in the parent's connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +222,57 @@ def client_closed() -> TandemError:
     return TandemError("CANCELLED", "the client has been closed")
 
 
+class Owner:
+    """The process that created a client, while the client is open.
+
+    After a fork gRPC's threads have ended in the child, while its locks stay as they are and its connections are
+    shared: a call of the parent's client would wait forever, or write into the parent's connection. So a client
+    belongs to the process that created it. Where one was open at the fork, the child's own clients would wait as well,
+    unless gRPC has prepared for the fork (`GRPC_ENABLE_FORK_SUPPORT=1`). After a `close` gRPC's threads end within a
+    fraction of a second.
+    """
+
+    def __init__(self, client: object) -> None:
+        """`client` is what holds gRPC's objects. Raises TandemError where gRPC cannot work since a fork."""
+        if _kept and not _is_prepared():
+            raise TandemError(
+                "FAILED_PRECONDITION",
+                f"a client was open when this process was forked; gRPC does not allow it: {_FORK_REMEDY}",
+            )
+        self._pid = os.getpid()
+        self._client = ref(client)
+        _open.add(client)
+
+    @property
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises TandemError in another process."""
+        if not self.is_here:
+            problem = f"the client belongs to process {self._pid}, of which this one is a fork"
+            raise TandemError("FAILED_PRECONDITION", f"{problem}: {_FORK_REMEDY}")
+
+    def closed(self) -> None:
+        _open.discard(self._client())
+
+    def keep(self, call: object) -> None:
+        """In another process: a call that must not end there."""
+        _kept.append(call)
+
+
+def _is_prepared() -> bool:
+    """As gRPC reads it."""
+    return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "t", "true", "y", "yes")
+
+
+def _keep_inherited() -> None:
+    _kept.extend(_open)
+
+
+os.register_at_fork(after_in_child=_keep_inherited)
+
+
 @dataclass(slots=True, eq=False)
 class Connection:
     """A channel with one state of the TLS files, and its number of calls."""
@@ -263,7 +323,7 @@ class ClientChannel:
     """
 
     def __init__(self, target: str, options: Options, credentials: Credentials) -> None:
-        """Raises ValueError for an unusable file, and TandemError where a fork prevents it (tandem/client/fork.py)."""
+        """Raises ValueError for an unusable file, and TandemError where a fork prevents it."""
         self.owner = Owner(self)
         self._dial = partial(open_blocking_channel, target, options, credentials)
         self._files = _tls_files(credentials)

@@ -28,6 +28,7 @@ from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem.client.channel import (
     MAX_TIMEOUT_S,
     ClientChannel,
+    Owner,
     Target,
     client_closed,
     open_async_channel,
@@ -36,7 +37,6 @@ from tandem.client.channel import (
 from tandem.client.completion import Completion, CompletionAssembler, Piece, Route
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, explain, from_rpc
-from tandem.client.fork import Owner
 from tandem.client.registry import credentials_for
 from tandem.client.request import Prompt, RequestOptions, generate_request, shows_options
 from tandem.client.resumption import DEFAULT_MAX_RESUMPTIONS, Resumption

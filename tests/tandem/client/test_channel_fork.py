@@ -6,14 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
-from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.tandem.client.test_channel import Router
 
 ROOT = Path(__file__).parents[3]
 _HEAD = """
@@ -51,25 +48,10 @@ ADDRESS = sys.argv[1]
 """
 
 
-class Router(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers with two tokens."""
-
-    def Generate(self, request: Any, context: Any) -> Iterator[generation_pb2.GenerateResponse]:  # type: ignore[override]
-        for index, text in enumerate("ab"):
-            chunk = common_pb2.TokenChunk(token_index=index, token_ids=[index], text=text, text_offset=index)
-            if index == 1:
-                chunk.finish.reason = common_pb2.FINISH_REASON_LENGTH
-            yield generation_pb2.GenerateResponse(tokens=chunk, model="router")
-
-
 @pytest.fixture
 def address() -> Iterator[str]:
-    server: Any = grpc.server(ThreadPoolExecutor(4))  # the stubs are typed for asyncio alone
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(Router(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    with Router("router").serving() as router:
+        yield router.address
 
 
 def run(script: str, address: str, **environment: str) -> list[str]:
