@@ -30,7 +30,6 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from serving.abuse_limits import AbuseLimits
 from serving.errors import (
     DeadlineExceeded,
     FieldViolation,
@@ -41,7 +40,7 @@ from serving.errors import (
     status_text,
     trailers,
 )
-from serving.limits import REQUEST, CallPolicy, LargeMessages, OpenCalls, call_end, peer_key
+from serving.limits import REQUEST, AbuseLimits, CallPolicy, LargeMessages, OpenCalls, call_end, peer_key
 from serving.logging import request_id, set_request_id, valid_request_id
 from serving.tracing import TRACEPARENT_KEY, attach_caller_context
 

@@ -26,12 +26,11 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from serving.abuse_limits import AbuseLimits
 from serving.broadcast import Broadcast
 from serving.channel import MAX_INT, MAX_METADATA_BYTES
 from serving.errors import NotFound, Unavailable, printable
 from serving.interceptor import Authorizer, CallInterceptor, CallLimits, Context
-from serving.limits import CONTROL, CallPolicy, LargeMessages, OpenCalls
+from serving.limits import CONTROL, AbuseLimits, CallPolicy, LargeMessages, OpenCalls
 from serving.settings import Address, Section, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 

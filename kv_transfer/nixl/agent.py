@@ -44,7 +44,7 @@ import psutil
 from numpy.typing import NDArray
 
 from engine.errors import EngineError
-from serving.abuse_limits import reset_connection, tcp_connections
+from serving.limits import reset_connection, tcp_connections
 
 _log = logging.getLogger(__name__)
 _environment_lock = threading.Lock()

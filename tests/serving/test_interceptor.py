@@ -17,10 +17,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
-from serving.abuse_limits import AbuseLimits
 from serving.errors import from_rpc_error
 from serving.interceptor import CallInterceptor, CallLimits, Context, StreamWriter
-from serving.limits import OpenCalls
+from serving.limits import AbuseLimits, OpenCalls
 from tests.grpc_calls import of_bytes
 from tests.process_logs import ProcessLogs
 from tests.serving.conftest import SERVICE, Rigs, Scripted, trailers_of

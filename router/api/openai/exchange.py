@@ -27,9 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 from router.api.openai.errors import HttpError, body_of, headers_of, status_of
 from serving import tracing
-from serving.abuse_limits import AbuseLimits
 from serving.errors import DeadlineExceeded, InternalError, InvalidArgument, ServiceError
-from serving.limits import LARGE_BYTES, REQUEST, CallPolicy, LargeMessages, OpenCalls, grpc_peer, peer_key
+from serving.limits import LARGE_BYTES, REQUEST, AbuseLimits, CallPolicy, LargeMessages, OpenCalls, grpc_peer, peer_key
 from serving.logging import set_request_id, valid_request_id
 
 REQUEST_ID_HEADER = "x-request-id"

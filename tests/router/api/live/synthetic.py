@@ -29,8 +29,7 @@ from router.autoscaler.loop import PoolStatus
 from router.autoscaler.settings import DecodePolicy, PrefillPolicy
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import MAX_ENDED, NO_GAPS, RequestSummary, TokenGaps
-from serving.abuse_limits import AbuseLimits
-from serving.limits import OpenCalls
+from serving.limits import AbuseLimits, OpenCalls
 from serving.logging import RequestEvent
 from tests.router.autoscaler.builders import instance
 

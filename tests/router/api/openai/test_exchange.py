@@ -15,7 +15,7 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2
 from router.api.openai.requests import ChatBody, CompletionBody
-from serving import abuse_limits
+from serving import limits
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT, slow
@@ -187,7 +187,7 @@ async def test_what_the_router_says_of_itself_is_no_request(run_http: RunHttp, p
 
 
 async def test_answers_to_many_invalid_requests_are_delayed(run_http: RunHttp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(abuse_limits, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     async with run_http(prefill=0, server={"max_bad_calls_per_s": 1.0}) as http:
         for _ in range(2):
             assert (await http.post(prompt=SHORT, max_tokens=-1)).status_code == 400
