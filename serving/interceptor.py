@@ -252,10 +252,10 @@ class CallInterceptor:
         raise InternalError("internal error") from None
 
     async def _answer(self, call: _Method, context: Context) -> bytes:
-        return call.serialised(await call.behaviour(await self._traced_request(call, context), context))
+        return call.serialised(await call.behaviour(await self._request(call, context), context))
 
     async def _stream(self, call: _Method, context: Context) -> None:
-        request = await self._traced_request(call, context)
+        request = await self._request(call, context)
         writer = StreamWriter(context, call.serialised, self.limits.write_timeout_s)
         async with writer.bounded():
             if not inspect.isasyncgenfunction(call.behaviour):
@@ -265,21 +265,19 @@ class CallInterceptor:
                 async for response in responses:
                     await writer.write(response)
 
-    async def _traced_request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
-        """From here on the call's task is in its caller's trace."""
-        request = await self._request(call, context)
-        attach_caller_context(context.invocation_metadata() or (), getattr(request, TRACEPARENT_KEY, ""))
-        return request
-
     async def _request(self, call: _Method, context: Context) -> Message | AsyncIterator[Message]:
-        """The method's argument: its message, once it is complete, or the stream of them."""
+        """The method's argument: its message, once it is complete, or the stream of them. From here on the call's task
+        is in its caller's trace."""
+        metadata = context.invocation_metadata() or ()
         if call.client_streaming:
+            attach_caller_context(metadata)
             return self._messages(call, context)
         data = await self._first(context)
         if data is None:
             raise _NoMessage(f"no {call.request_name} came")
-        metadata = context.invocation_metadata() or ()
-        return await self.large.parsed(peer_key(context.peer()), data, call.parsed, metadata)
+        request = await self.large.parsed(peer_key(context.peer()), data, call.parsed, metadata)
+        attach_caller_context(metadata, getattr(request, TRACEPARENT_KEY, ""))
+        return request
 
     async def _messages(self, call: _Method, context: Context) -> AsyncIterator[Message]:
         data: Any = await self._first(context)
