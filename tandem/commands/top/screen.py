@@ -293,11 +293,11 @@ class TopApp(App[None]):
             try:
                 await call()
             except grpc.aio.AioRpcError as error:
-                self.notify(await self._problem(error), severity="error", timeout=15)
+                self.notify(await self._problem(error), severity="error", timeout=15, markup=False)
             except ValueError as error:
-                self.notify(str(error), severity="error", timeout=15)
+                self.notify(str(error), severity="error", timeout=15, markup=False)
             else:
-                self.notify(done)
+                self.notify(done, markup=False)
 
         def answered(is_yes: bool | None) -> None:
             if is_yes:

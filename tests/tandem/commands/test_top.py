@@ -318,6 +318,13 @@ async def test_a_token_that_cannot_be_read_is_an_event_and_not_the_end(tmp_path:
         assert "no answer" in app.sub_title
 
 
+async def test_an_error_with_brackets_is_shown_as_it_is() -> None:
+    app = alone(one_pool(), credentials=Credentials(token_file=Path("[b]/[/token]")))
+    async with app.run_test(size=(110, 32), notifications=True) as pilot:
+        await pilot.press("plus", "y")
+        await until(lambda: "▌ token_file: [b]/[/token]" in seen(app))
+
+
 async def test_metrics_of_this_machine_are_read_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
