@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from tandem.commands import calculator
-from tandem.commands.options import Choice, IntRange, call_errors, call_options, given_credentials, sampling_options
+from tandem.commands.options import Choice, IntRange, call_options, calling_client, counted, sampling_options
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -81,10 +81,8 @@ def command(
       tandem chat --stats                               which instances answered, TTFT and ITL
       echo "What is a tandem?" | tandem chat --address 127.0.0.1:50051
     """
-    from tandem.client.client import Client
-
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    with call_errors(timeout_s), Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
+    with calling_client(address, timeout_s) as client:
         model = _chat_model(client)
         chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats, tool)
         if is_terminal:
@@ -131,7 +129,7 @@ class _Answer:
         first_s, last_s = self.times[0][0], self.times[-1][0]
         gaps_ms = [(after_s - before_s) * 1e3 for (before_s, _), (after_s, _) in pairwise(self.times)]
         gaps_ms = sorted(gaps_ms + [0.0] * sum(count - 1 for _, count in self.times[1:] if count))  # as bench serve
-        lines = [f"{_count(self.num_tokens, 'token')}; TTFT {(first_s - self.started_s) * 1e3:.0f} ms"]
+        lines = [f"{counted(self.num_tokens, 'token')}; TTFT {(first_s - self.started_s) * 1e3:.0f} ms"]
         if gaps_ms:
             mean_ms = (last_s - first_s) * 1e3 / max(1, self.num_tokens - self.times[0][1])
             worst_ms = gaps_ms[math.ceil(0.99 * (len(gaps_ms) - 1))]
@@ -143,17 +141,13 @@ def _route_lines(completion: Completion) -> list[str]:
     """The prompt's tokens by where their KV came from, and the instances."""
     usage, route = completion.usage, completion.route
     lines = [
-        f"prompt: {_count(completion.prompt_tokens, 'token')}, {usage.cached_tokens} cached, "
+        f"prompt: {counted(completion.prompt_tokens, 'token')}, {usage.cached_tokens} cached, "
         f"{usage.external_tokens} from another instance"
     ]
     if route.decode:
         prefill = f"prefill {', '.join(route.prefill)} → " if route.prefill else ""
         lines.append(f"{prefill}decode {', '.join(route.decode)} ({route.reason})")
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class _Chat:
@@ -273,7 +267,7 @@ class _Chat:
             raise click.UsageError(f"/save: {path} exists; give another name") from None
         except OSError as error:
             raise click.UsageError(f"/save: {path} cannot be written: {error.strerror}; give another name") from None
-        click.echo(f"saved {_count(len(self._messages), 'message')} to {path}", err=True)
+        click.echo(f"saved {counted(len(self._messages), 'message')} to {path}", err=True)
 
 
 def _tool_options(expressions: list[str]) -> dict[str, Any]:

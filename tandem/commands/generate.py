@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.options import IntRange, call_errors, call_options, given_credentials, sampling_options
+from tandem.commands.options import IntRange, call_options, calling_client, counted, sampling_options
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
@@ -59,8 +59,6 @@ def command(
       tandem generate "A rider in JSON: " --json-schema rider.json
       cat story.txt | tandem generate - --address 127.0.0.1:50051
     """
-    from tandem.client.client import Client
-
     if prompt == "-":
         try:
             prompt = sys.stdin.buffer.read().decode()
@@ -71,7 +69,7 @@ def command(
     sampling |= {"json_schema": _schema(json_schema), "choice": choice or None}
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    with call_errors(timeout_s), Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
+    with calling_client(address, timeout_s) as client:
         _stream(client, messages if chat else prompt, sampling, stats)
 
 
@@ -108,11 +106,10 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     for index, candidates in enumerate(positions):
         click.echo(_logprobs_line(index, candidates, text_of), err=True)
     if stats and first_s is not None:
-        gap_ms = (ended_s - first_s) / max(1, num_tokens - num_first) * 1e3
-        click.echo(
-            f"{num_tokens} tokens; first after {(first_s - started_s) * 1e3:.0f} ms, then one every {gap_ms:.1f} ms",
-            err=True,
-        )
+        line = f"{counted(num_tokens, 'token')}; first after {(first_s - started_s) * 1e3:.0f} ms"
+        if num_later := num_tokens - num_first:
+            line += f", then one every {(ended_s - first_s) / num_later * 1e3:.1f} ms"
+        click.echo(line, err=True)
 
 
 def _texts_of_ids(address: str) -> Callable[[int], str] | None:

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from tandem.connectors import Options
 
 if TYPE_CHECKING:
+    from tandem.client.client import Client
     from tandem.client.credentials import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,6 +130,11 @@ def _path_problem(given: str | os.PathLike[str]) -> str | None:
     except OSError as error:
         return error.strerror if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
     return None
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def end_signals() -> list[signal.Signals]:
@@ -248,12 +254,15 @@ call_options = option_group(
 
 
 @contextmanager
-def call_errors(timeout_s: float) -> Iterator[None]:
-    """Ends the command with a message where a client's call inside fails, and by Ctrl-C."""
+def calling_client(address: str | None, timeout_s: float) -> Iterator[Client]:
+    """The client that the call options describe. Ends the command with a message where its call fails, and by
+    Ctrl-C."""
+    from tandem.client.client import Client
     from tandem.client.errors import TandemError
 
     try:
-        yield
+        with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
+            yield client
     except ValueError as error:  # an invalid address, an unusable file of the credentials
         raise click.ClickException(str(error)) from None
     except TandemError as error:

@@ -15,7 +15,7 @@ import click
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
 from tandem.commands.group import Group
-from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, given_options
+from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, counted, given_options
 from tandem.local_stack.settings import unknown_pool
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -355,7 +355,7 @@ def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"instance": answer.instance_id, "num_unfinished": answer.num_unfinished}))
     else:
-        requests = "1 running request" if answer.num_unfinished == 1 else f"{answer.num_unfinished} running requests"
+        requests = counted(answer.num_unfinished, "running request")
         click.echo(f"{answer.instance_id} is draining, {requests}. `tandem pools` shows its progress.")
         click.echo(restart_hint(listed, answer.instance_id), nl=False)
 

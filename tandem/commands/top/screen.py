@@ -29,6 +29,7 @@ from tandem.client.channel import ADMIN_OPTIONS, open_async_channel
 from tandem.client.errors import explain
 from tandem.client.registry import is_local
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_problem, pool_name
+from tandem.commands.options import counted
 from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
 from tandem.commands.top.rates import TPOT, TTFT, Latencies, TokenRates
 
@@ -279,10 +280,10 @@ class TopApp(App[None]):
         if selected is None:
             self.notify("there is no instance to drain", severity="warning")
             return
-        name = selected.instance_id or selected.address
+        name, running = selected.instance_id or selected.address, counted(selected.num_running_here, "running request")
         request = pools_pb2.DrainInstanceRequest(instance=selected.address)
         self._ask(
-            f"Drain {name}, {selected.num_running_here} running requests? They finish, then its process ends. "
+            f"Drain {name}, {running}? They finish, then its process ends. "
             + restart_hint(self._last, selected.instance_id).strip(),
             lambda: self._stub.DrainInstance(request, metadata=self._credentials.metadata(), timeout=CALL_TIMEOUT_S),
             f"{name} is draining",

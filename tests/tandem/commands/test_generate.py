@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,11 @@ def test_the_times_are_without_the_listing_of_log_probabilities(
     monkeypatch.setattr(module, "_texts_of_ids", read_tokenizer)
     _, output = generate("--address", stack.address, "--max-tokens", "8", "--logprobs", "0", "--stats")
     assert output.rstrip().endswith("8 tokens; first after 0 ms, then one every 0.0 ms")
+
+
+def test_a_single_token_has_no_time_between_tokens(stack: Background) -> None:
+    _, output = generate("--address", stack.address, "--max-tokens", "1", "--stats")
+    assert re.search(r"\n1 token; first after \d+ ms\n$", output)
 
 
 def test_no_time_at_all_is_a_mistake() -> None:

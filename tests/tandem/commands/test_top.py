@@ -240,6 +240,14 @@ async def test_a_pool_of_size_zero_becomes_no_smaller() -> None:
         assert "Resize the prefill pool from 0 to 1?" in str(app.screen.query_one(Label).content)
 
 
+async def test_one_running_request_is_not_several() -> None:
+    instance = pools_pb2.PoolInstance(address="h:1", role=instance_pb2.ROLE_DECODE, num_running_here=1)
+    app = alone(pools_pb2.ListPoolsResponse(instances=[instance]))
+    async with app.run_test(size=(110, 32)) as pilot:
+        await pilot.press("d")
+        assert "Drain h:1, 1 running request?" in str(app.screen.query_one(Label).content)
+
+
 def one_pool() -> pools_pb2.ListPoolsResponse:
     """A decode pool of one instance, with an autoscaler that says much."""
     status = pools_pb2.AutoscalerStatus(
