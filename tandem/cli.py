@@ -12,7 +12,7 @@ import sys
 
 import click
 
-from tandem.commands.group import Group
+from tandem.commands import Group
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's core else prints each connection that a server closes
 

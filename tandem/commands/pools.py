@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from protos.tandem.v1 import common_pb2, pools_pb2
+from tandem.commands import Group
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
-from tandem.commands.group import Group
 from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, counted, given_options
 from tandem.local_stack.settings import unknown_pool
 

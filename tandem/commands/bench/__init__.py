@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from tandem.commands import Group
 from tandem.commands.bench import offline, serve, transfer
-from tandem.commands.group import Group
 
 
 @click.group("bench", cls=Group)
