@@ -23,8 +23,7 @@ from router.request.validation import ServedModel
 from tandem.cli import main
 from tandem.client.credentials import PLAINTEXT, Credentials
 from tandem.commands.top import screen
-from tandem.commands.top.rates import SPAN_S, TPOT, TTFT, Latencies, TokenRates
-from tandem.commands.top.screen import Confirm, TopApp
+from tandem.commands.top.screen import SPAN_S, TPOT, TTFT, Confirm, Latencies, TokenRates, TopApp
 from tests.fakes.model_folder import write_model_folder
 from tests.router.pools.owned import Owned, owned
 from tests.router.rig import running
