@@ -17,8 +17,7 @@ from tqdm import tqdm
 from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
 from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
 from tandem.bench.serve.load import LoadObserver, Progress, Sweep, run_sweep
-from tandem.bench.serve.report import Objectives, Report, summarise
-from tandem.bench.serve.results import Point
+from tandem.bench.serve.report import Objectives, Point, Report, summarise
 from tandem.bench.serve.workload import Lengths, RandomWorkload, Schedule, Vocabulary
 
 TIMEOUT_S = 120.0

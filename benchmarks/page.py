@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tandem.bench.serve.results import machine
+from tandem.bench.serve.report import machine
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TUNING = DOCS / "tuning.md"

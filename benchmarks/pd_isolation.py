@@ -27,8 +27,7 @@ from benchmarks.first_token import touch_free_memory
 from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failed_cell, failures, joined, measure, num_bad, of_kind
 from benchmarks.shapes import SHAPES, write_config
 from tandem.bench.serve import plots
-from tandem.bench.serve.report import Objectives, Report
-from tandem.bench.serve.results import Point, machine, versions
+from tandem.bench.serve.report import Objectives, Point, Report, machine, versions
 from tandem.local_stack.settings import Disaggregation, StackSettings
 from tandem.local_stack.stack import LocalStack
 

@@ -39,8 +39,7 @@ from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failed_cell, failur
 from benchmarks.shapes import SHAPES, write_config
 from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
-from tandem.bench.serve.report import Objectives, summarise
-from tandem.bench.serve.results import Point, machine, versions
+from tandem.bench.serve.report import Objectives, Point, machine, summarise, versions
 from tandem.client.channel import ROUTER_SERVICE
 from tandem.client.health import wait_serving
 from tandem.demo import MODEL_DIR

@@ -25,7 +25,7 @@ from benchmarks.engine_vs_transformers import timed
 from benchmarks.peers import shapes_option, summary, vllm_python_option
 from benchmarks.peers.engine_vs_vllm import DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
-from tandem.bench.serve.results import machine, versions
+from tandem.bench.serve.report import machine, versions
 
 _CONNECTORS = ("shared_storage", "nixl")
 _HAND_OVER_LEN, _CHUNK = 1500, 512

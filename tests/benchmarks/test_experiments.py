@@ -18,8 +18,7 @@ from benchmarks.pool_sizes import Live, Phase
 from protos.tandem.v1 import decode_pb2
 from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import RequestRecord
-from tandem.bench.serve.report import Objectives, summarise
-from tandem.bench.serve.results import Point
+from tandem.bench.serve.report import Objectives, Point, summarise
 
 MIX = Mix(
     stream_input_len=8, stream_output_len=20, long_input_len=64, long_output_len=4, long_share=0.25, duration_s=40.0

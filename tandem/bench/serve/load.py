@@ -25,8 +25,7 @@ from typing import Protocol
 
 from serving.errors import without_request_id
 from tandem.bench.serve.endpoint import INTERRUPTED, Endpoint, PlannedRequest, RequestFailed, RequestRecord
-from tandem.bench.serve.report import Objectives, summarise
-from tandem.bench.serve.results import Point
+from tandem.bench.serve.report import Objectives, Point, summarise
 from tandem.bench.serve.workload import Workload
 
 _LAG_INTERVAL_S = 0.01

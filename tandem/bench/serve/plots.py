@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from tandem.bench.serve.endpoint import RequestRecord
-from tandem.bench.serve.report import Distribution, Report
-from tandem.bench.serve.results import Point, Results, format_rate
+from tandem.bench.serve.report import Distribution, Point, Report, Results, format_rate
 
 Records = Mapping[str, Sequence[RequestRecord]]
 """The records of each run, by name."""

@@ -26,7 +26,7 @@ import torch
 
 from engine.core.messages import TransferEvent
 from kv_transfer.page.format import PageKey, PageNaming
-from tandem.bench.serve.results import machine, versions
+from tandem.bench.serve.report import machine, versions
 from tandem.bench.transfer.endpoint import (
     Shape,
     SourceEndpoint,

@@ -217,7 +217,7 @@ def _write_json(
     path: Path, options: Mapping[str, Any], workload: Mapping[str, Any], result: LatencyResult | ThroughputResult
 ) -> None:
     """Writes the figures with options, workload, versions and machine."""
-    from tandem.bench.serve.results import machine, versions
+    from tandem.bench.serve.report import machine, versions
 
     context = {"options": options, "workload": workload, "versions": versions(), "machine": machine()}
     with write_errors():

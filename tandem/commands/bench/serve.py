@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, Never
 import click
 
 from engine.errors import to_install
-from tandem.bench.serve.results import Point, Results, format_rate, late_warning, page, sweep_table, write_json
+from tandem.bench.serve.report import (
+    Objectives,
+    Point,
+    Results,
+    format_rate,
+    late_warning,
+    page,
+    sweep_table,
+    write_json,
+)
 from tandem.commands.options import (
     INTERRUPTED,
     Choice,
@@ -37,7 +46,6 @@ if TYPE_CHECKING:
     from tandem.bench.serve.endpoint import Endpoint, PlannedRequest
     from tandem.bench.serve.load import Progress, Sweep
     from tandem.bench.serve.options import ServeOptions
-    from tandem.bench.serve.report import Objectives
     from tandem.client.credentials import Credentials
 
 _POSITIVE = FloatRange(min=0, min_open=True)

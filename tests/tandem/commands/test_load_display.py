@@ -11,8 +11,7 @@ import pytest
 
 from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
 from tandem.bench.serve.load import Progress
-from tandem.bench.serve.report import Objectives, summarise
-from tandem.bench.serve.results import Point, Results
+from tandem.bench.serve.report import Objectives, Point, Results, summarise
 from tandem.commands.bench.serve import LoadDisplay
 
 POINT = Point(2.0, summarise([RequestRecord(0.0, 0.0, 10, 1, [0.1], 0.1, "length")]))

@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 
 from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import RequestRecord
-from tandem.bench.serve.report import Objectives, Report, summarise
-from tandem.bench.serve.results import Point, Results
+from tandem.bench.serve.report import Objectives, Point, Report, Results, summarise
 
 
 def record(sent_s: float, ttft_s: float, gaps_s: tuple[float, ...]) -> RequestRecord:

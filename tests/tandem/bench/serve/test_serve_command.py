@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tandem.bench.serve.results import Results
+from tandem.bench.serve.report import Results
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.registry import RunningStack, StackFolder

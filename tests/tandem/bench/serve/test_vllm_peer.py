@@ -11,8 +11,7 @@ from click.testing import CliRunner
 
 from benchmarks.peers.vllm_bench_serve import main, our_figures, side_by_side, vllms_figures
 from tandem.bench.serve.endpoint import RequestRecord
-from tandem.bench.serve.report import summarise
-from tandem.bench.serve.results import Point, Results, write_json
+from tandem.bench.serve.report import Point, Results, summarise, write_json
 from tandem.demo import MODEL_DIR
 
 COMMON = ("--model", "fake", "--tokenizer", str(MODEL_DIR))
