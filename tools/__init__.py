@@ -1,1 +1,1 @@
-"""Developer tools that are not part of the product: tools/demo_model trains the demo model."""
+"""Tools of developers, not part of the product: the reference pages, the docs as a site, stalls, the demo model."""

@@ -47,7 +47,8 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
     yield f"## {context.command_path}\n"
     yield f"```\n{context.command_path} {' '.join(pieces)}\n```\n"
     yield _help_text(command.help or "")
-    rows = [record for option in _options(command) if (record := option.get_help_record(context)) is not None]
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    rows = [record for option in options if (record := option.get_help_record(context)) is not None]
     if rows:
         yield _table("option", rows)
     if isinstance(command, click.Group):
@@ -55,10 +56,6 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
             subcommand = command.get_command(context, name)
             assert subcommand is not None
             yield from _command(subcommand, click.Context(subcommand, info_name=name, parent=context))
-
-
-def _options(command: click.Command) -> list[click.Option]:
-    return [option for option in command.params if isinstance(option, click.Option)]
 
 
 def _help_text(text: str) -> str:

@@ -47,18 +47,9 @@ def stage(source: Path = SOURCE) -> None:
 
 def main() -> None:
     stage()
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--config-file",
-        str(ROOT / "mkdocs.yml"),
-    ]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(ROOT / "mkdocs.yml")]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    status = subprocess.run(command, cwd=ROOT, env=quiet, check=False).returncode
+    status = subprocess.run(build, cwd=ROOT, env=quiet, check=False).returncode
     if status:
         raise SystemExit(status)
     print("the site is in build/site; to read it with its search: python -m http.server --directory build/site")

@@ -103,7 +103,7 @@ def weekdays(rng: Random) -> Exchange:
 
 def who_is(rng: Random) -> Exchange:
     rider = rng.choice(RIDERS)
-    she, _, hers = rider.pronouns
+    she, hers = rider.pronouns
     kind = rng.randrange(4)
     if kind == 0:
         return f"What colour is {rider.name}'s bicycle?", f"{rider.name}'s bicycle is {rider.colour}."
@@ -315,7 +315,7 @@ def chat_ml(messages: list[tuple[str, str]]) -> str:
 def letter(rng: Random) -> str:
     """The openings people try first on a model they do not know."""
     rider = rng.choice(RIDERS)
-    she, _, hers = rider.pronouns
+    she, hers = rider.pronouns
     return pick(
         rng,
         (

@@ -254,13 +254,7 @@ def main() -> None:
         tokenizer = train_tokenizer()
         model = Qwen3ForCausalLM(Qwen3Config.from_dict({**CONFIG, "torch_dtype": "float32"}))
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
-    train(
-        model,
-        tokenizer,
-        steps=arguments.steps,
-        seed=arguments.seed,
-        compiled=not arguments.eager,
-    )
+    train(model, tokenizer, steps=arguments.steps, seed=arguments.seed, compiled=not arguments.eager)
     save(model, tokenizer, arguments.out)
     print(f"held-out loss {held_out_loss(model, tokenizer):.4f}; wrote {arguments.out}")
 

@@ -16,7 +16,7 @@ class Rider:
 
     name: str
     kind: str
-    pronouns: tuple[str, str, str]  # she, her (object), her (possessive)
+    pronouns: tuple[str, str]  # she, her (possessive)
     colour: str
     age: int
     food: str
@@ -30,16 +30,13 @@ class Rider:
 
     def slots(self, key: str) -> dict[str, str]:
         """What a template may say about this rider, each word under `key_...`."""
-        she, her, hers = self.pronouns
+        she, hers = self.pronouns
         return {
             key: self.name,
             f"{key}_kind": self.kind,
             f"{key}_a_kind": self.article,
             f"{key}_she": she,
-            f"{key}_She": she.capitalize(),
-            f"{key}_her": her,
             f"{key}_hers": hers,
-            f"{key}_Hers": hers.capitalize(),
             f"{key}_colour": self.colour,
             f"{key}_food": self.food,
             f"{key}_habit": self.habit,
@@ -49,8 +46,8 @@ class Rider:
 
 T = TypeVar("T")
 
-SHE = ("she", "her", "her")
-HE = ("he", "him", "his")
+SHE = ("she", "her")
+HE = ("he", "his")
 
 RIDERS = (
     Rider(
