@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from protos.tandem.v1 import instance_pb2
-from tandem.commands.options import credential_options, given_credentials
+from tandem.commands.options import credential_options, given_credentials, option_group
 
 if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
     from tandem.client.errors import TandemError
 
-F = TypeVar("F", bound=Callable[..., Any])
 ROLES = {"prefill": instance_pb2.ROLE_PREFILL, "decode": instance_pb2.ROLE_DECODE}
 CALL_TIMEOUT_S = 10.0
 _ADMIN = "tandem.commands.admin"
@@ -30,21 +29,22 @@ def pool_name(role: int) -> str:
     return next((name for name, value in ROLES.items() if value == role), "-")
 
 
-def admin_options(function: F) -> F:
-    """The router's admin address, and credentials for it, both for `admin_calls`."""
-    option = click.option(
-        "--admin", metavar="HOST:PORT", expose_value=False, callback=_keep_admin,
-        help="The router's admin address; absent: the stack that runs on this machine.",
-    )  # fmt: skip
-    return option(credential_options(function))
-
-
 def _keep_admin(context: click.Context, option: click.Parameter, value: str | None) -> None:
     if value is None:
         return  # `tandem pools` may have been given it before its subcommand
     if not value.strip():
         raise click.ClickException("admin: is empty; give host:port of the router's admin listener")
     context.meta[_ADMIN] = value
+
+
+admin_options = option_group(
+    click.option(
+        "--admin", metavar="HOST:PORT", expose_value=False, callback=_keep_admin,
+        help="The router's admin address; absent: the stack that runs on this machine.",
+    ),
+    credential_options,
+)  # fmt: skip
+"""The router's admin address, and credentials for it, both for `admin_calls`."""
 
 
 def admin_target() -> tuple[str, Credentials]:

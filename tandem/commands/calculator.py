@@ -49,9 +49,9 @@ def computed(expression: str) -> str:
         value = _value(ast.parse(expression.translate(_SPELT).strip(), mode="eval").body, 0)
         if isinstance(value, float) and not math.isfinite(value):
             raise OverflowError  # as a power would be
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        if isinstance(error, WrongExpression):
-            raise
+    except WrongExpression:
+        raise
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise WrongExpression(f"{expression!r} is not an expression; allowed: {_ALLOWED}") from None
     except ZeroDivisionError:
         raise WrongExpression(f"{expression!r} divides by zero") from None
@@ -101,20 +101,20 @@ def _is_computation(text: str) -> bool:
     try:
         node = ast.parse(text.translate(_SPELT), mode="eval").body
         computed(text)
-    except (SyntaxError, WrongExpression, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return isinstance(node, ast.BinOp) and re.fullmatch(r"\d{1,4}(-\d{1,2}){2}", text) is None
 
 
-def tool(expressions: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The tool, and the tool choice: if there are `expressions`, a call with one of them."""
+def options(expressions: Sequence[str]) -> dict[str, Any]:
+    """Those of a request whose answer may call the tool; if there are `expressions`, it must, with one of them."""
     expression: dict[str, Any] = {"enum": list(expressions)} if expressions else {"type": "string"}
-    described = {
+    tool = {
         "name": NAME,
         "description": f"Computes an arithmetic expression: {_ALLOWED}.",
         "parameters": {"type": "object", "properties": {"expression": expression}, "required": ["expression"]},
     }
-    return described, NAME if expressions else "auto"
+    return {"tools": [tool], "tool_choice": NAME if expressions else "auto", "parallel_tool_calls": False}
 
 
 def answer(arguments: str) -> tuple[str, str]:

@@ -83,21 +83,16 @@ def command(
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with calling_client(address, timeout_s) as client:
-        model = _chat_model(client)
-        chat = _Chat(client, model, system, {k: v for k, v in sampling.items() if v is not None}, stats, tool)
+        info = client.model_info()
+        if not info.supports_chat:
+            raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
+        given = {name: value for name, value in sampling.items() if value is not None}
+        chat = _Chat(client, info.model, system, given, stats, tool)
         if is_terminal:
-            click.echo(f"{model} at {client.address}; /help lists the commands, Ctrl-D ends")
+            click.echo(f"{info.model} at {client.address}; /help lists the commands, Ctrl-D ends")
             _talk(chat, _terminal_lines(_session()))
         else:
             _obey(chat, _piped_lines(sys.stdin))
-
-
-def _chat_model(client: Client) -> str:
-    """The served model's name; raises ClickException for one without a chat template."""
-    info = client.model_info()
-    if not info.supports_chat:
-        raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
-    return info.model
 
 
 @dataclass(slots=True)
@@ -160,7 +155,7 @@ class _Chat:
         system: str | None,
         sampling: dict[str, Any],
         shows_stats: bool,
-        tool: str = "off",
+        tool: str,
     ) -> None:
         self._client = client
         self._model = model
@@ -195,7 +190,7 @@ class _Chat:
         turns: list[dict[str, Any]] = [{"role": "user", "content": text}]
         expressions = calculator.expressions_in(text)[:_MAX_ROUNDS]
         for _ in range(_MAX_ROUNDS + 1):
-            answer = self._streamed(turns, {} if self._tool == "off" else _tool_options(expressions))
+            answer = self._streamed(turns, {} if self._tool == "off" else calculator.options(expressions))
             if not answer.times:
                 return
             turns.append({"role": "assistant", "content": answer.text})
@@ -268,11 +263,6 @@ class _Chat:
         except OSError as error:
             raise click.UsageError(f"/save: {path} cannot be written: {error.strerror}; give another name") from None
         click.echo(f"saved {counted(len(self._messages), 'message')} to {path}", err=True)
-
-
-def _tool_options(expressions: list[str]) -> dict[str, Any]:
-    tool, choice = calculator.tool(expressions)
-    return {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:

@@ -212,10 +212,8 @@ def check_kernel() -> Iterator[Finding]:
         yield Finding("ok", "/dev/shm", f"{free / 2**30:.1f} GiB free")
     temporary = temporary_folder()
     free = shutil.disk_usage(temporary).free
-    text, remedy = (
-        f"{temporary}, {free / 2**30:.1f} GiB free",
-        "the local store lies there; set TMPDIR to a larger disk",
-    )
+    text = f"{temporary}, {free / 2**30:.1f} GiB free"
+    remedy = "the local store lies there; set TMPDIR to a larger disk"
     yield _ok_or_warn(free > _LOW_MEMORY, "temporary files", text, remedy)
 
 
@@ -262,8 +260,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _has_death_signal() -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
     signum = ctypes.c_int()
     return bool(ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(signum), 0, 0, 0) == 0)
 
@@ -354,9 +350,8 @@ def _check_speed(connector: str, share: float | None, goal: float | None) -> Ite
     """A warning for a connector that reaches less of its medium's raw rate than it should."""
     if share is not None and goal is not None and share < goal:
         text = f"{share:.0%} of the medium's raw rate; on an idle machine it is {goal:.0%} or more"
-        yield Finding(
-            "warn", connector, text, f"close other programs, then tandem bench transfer --connector {connector}"
-        )
+        remedy = f"close other programs, then tandem bench transfer --connector {connector}"
+        yield Finding("warn", connector, text, remedy)
 
 
 def check_running_stacks() -> Iterator[Finding]:

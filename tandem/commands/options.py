@@ -221,25 +221,28 @@ sampling_options = option_group(
 """How tokens are sampled; absent: the model's defaults."""
 
 
-def credential_options(function: F) -> F:
-    """Adds the credential options, whose values `given_credentials` returns. Environment: TANDEM_CLIENT__CA_FILE etc.
+def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None:  # the group of a subcommand may have been given the option as well
+        context.meta.setdefault(_META, {})[option.name] = value
 
-    A local stack on this machine needs none of them.
-    """
-    for name, text in reversed(_CREDENTIALS.items()):
-        is_file = name.endswith("_file")
-        option = click.option(
-            f"--{name.replace('_', '-')}",
-            name,
-            metavar="FILE" if is_file else "NAME",
-            type=click.Path(dir_okay=False, path_type=Path) if is_file else str,
-            envvar=f"TANDEM_CLIENT__{name.upper()}",
-            expose_value=False,
-            callback=_keep,
-            help=text,
-        )
-        function = option(function)
-    return function
+
+def _credential_option(name: str, text: str) -> Callable[[F], F]:
+    is_file = name.endswith("_file")
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        name,
+        metavar="FILE" if is_file else "NAME",
+        type=click.Path(dir_okay=False, path_type=Path) if is_file else str,
+        envvar=f"TANDEM_CLIENT__{name.upper()}",
+        expose_value=False,
+        callback=_keep,
+        help=text,
+    )
+
+
+credential_options = option_group(*(_credential_option(name, text) for name, text in _CREDENTIALS.items()))
+"""Their values are returned by `given_credentials`. Environment: TANDEM_CLIENT__CA_FILE etc. A local stack on this
+machine needs none of them."""
 
 
 call_options = option_group(
@@ -291,12 +294,6 @@ def given_credentials(address: str | None, *, from_environment: bool = True) -> 
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return None if address is None else credentials_for(address)
-
-
-def _keep(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    if value is not None:  # the group of a subcommand may have been given the option as well
-        context.meta.setdefault(_META, {})[option.name] = value
-    return value
 
 
 def _parse_options(context: click.Context, option: click.Parameter, text: str) -> Options:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import click
 
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands import Group
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
-from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, counted, given_options
+from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, counted, given_options, option_group
 from tandem.local_stack.settings import unknown_pool
 
-F = TypeVar("F", bound=Callable[..., Any])
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _POLL_INTERVAL_S = 0.25
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -26,11 +25,8 @@ _timeout_option = click.option(
     "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=CALL_TIMEOUT_S, show_default=True,
     help="Seconds to wait for the answer.",
 )  # fmt: skip
-
-
-def _call_options(function: F) -> F:
-    """The options of a command that makes a single call."""
-    return admin_options(_timeout_option(_json_option(function)))
+_call_options = option_group(admin_options, _timeout_option, _json_option)
+"""Those of a command that makes a single call."""
 
 
 @click.group("pools", cls=Group, invoke_without_command=True)

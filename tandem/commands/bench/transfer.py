@@ -94,7 +94,9 @@ def command(
     """
     for size in block_sizes:
         if size % _MULTIPLE_OF:
-            raise click.UsageError(f"--block-bytes {size} is not a multiple of {_MULTIPLE_OF}; {size - size % 64} is")
+            raise click.UsageError(
+                f"--block-bytes {size} is not a multiple of {_MULTIPLE_OF}; {size - size % _MULTIPLE_OF} is"
+            )
     try:
         choices = [_choice(name, named=bool(connectors), **connection) for name in connectors or CONNECTORS]
     except ValueError as error:

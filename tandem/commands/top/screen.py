@@ -292,9 +292,8 @@ class TopApp(App[None]):
             self.table.add_column(Text(name), key=name)
         self.events.border_title = "events"
         self.table.focus()
-        channel = open_async_channel(self._address, ADMIN_OPTIONS, self._credentials)
-        self._stub: Any = pools_pb2_grpc.PoolsServiceStub(channel)
-        self._channel = channel
+        self._channel = open_async_channel(self._address, ADMIN_OPTIONS, self._credentials)
+        self._stub: Any = pools_pb2_grpc.PoolsServiceStub(self._channel)
         self._show(self._last, self._read_at_s)
         self.run_worker(self._watch(), exclusive=False)
         if self._metrics is None:

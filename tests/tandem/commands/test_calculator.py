@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.commands.calculator import WrongExpression, answer, computed, expressions_in, tool
+from tandem.commands.calculator import WrongExpression, answer, computed, expressions_in, options
 
 EXPRESSIONS = st.recursive(
     st.integers(0, 10**6).map(str) | st.decimals(0, 1000, places=2).map(str),
@@ -78,9 +78,9 @@ def test_anything_else_is_rejected(expression: str, message: str) -> None:
 )
 def test_only_computations_are_found_in_a_message(message: str, expected: list[str]) -> None:
     assert expressions_in(message) == expected
-    described, choice = tool(expressions_in(message))
-    assert choice == ("calculator" if expected else "auto")
-    expression: Any = described["parameters"]["properties"]["expression"]
+    request = options(expressions_in(message))
+    assert request["tool_choice"] == ("calculator" if expected else "auto")
+    expression: Any = request["tools"][0]["parameters"]["properties"]["expression"]
     assert expression == ({"enum": expected} if expected else {"type": "string"})
 
 
