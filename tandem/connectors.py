@@ -6,7 +6,6 @@ Imports nothing heavy, so that a command line can be checked at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class ConnectorChoice:
     """A short name, or module:Class."""
     kv_url: str | None = None
     kv_folder: Path | None = None
-    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.name not in CONNECTORS and not _CLASS_PATH.fullmatch(self.name):
@@ -47,14 +46,14 @@ class ConnectorChoice:
         """`text` without logins in addresses and without the values of secret options."""
         text = _LOGIN.sub("://***@", text)
         for name, value in self.options.items():
-            is_secret = _SECRET_NAME.search(name) and not _FILE_NAME.search(name) and isinstance(value, str)
-            if is_secret and str(value):
-                text = text.replace(str(value), "***")
+            is_secret = _SECRET_NAME.search(name) and not _FILE_NAME.search(name)
+            if is_secret and isinstance(value, str) and value:
+                text = text.replace(value, "***")
         return text
 
 
 def split_connectors(
-    connector: str, kv_url: str | None, kv_folder: Path | None, options: Mapping[str, str | int | float | bool]
+    connector: str, kv_url: str | None, kv_folder: Path | None, options: Options
 ) -> list[ConnectorChoice]:
     """One for each of a list ("nixl,redis"), in which options name their connector: {"redis.ttl_s": 600}.
 

@@ -25,13 +25,7 @@ from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import ConnectorChoice
 from tandem.local_stack.desired_state import MAX_SIZE
 from tandem.local_stack.preflight import IN_DOCKER, check_addresses, check_vllm, given_settings, other_system
-from tandem.local_stack.settings import (
-    MAX_ROUTER_WORKERS,
-    Disaggregation,
-    StackSettings,
-    autoscaled,
-    parse_bounds,
-)
+from tandem.local_stack.settings import MAX_ROUTER_WORKERS, Disaggregation, StackSettings, autoscaled, parse_bounds
 from tandem.local_stack.stack import LocalStack, StartCancelled
 from tandem.local_stack.supervisor import StackFailed
 from tandem.local_stack.topology import check_gpus
@@ -86,14 +80,11 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option("--served-model-name", metavar="NAME", help="Name of the model in requests; absent: --model's last part.")
 @click.option(
-    "--connector",
-    default="shared_storage",
-    show_default=True,
-    metavar="NAME",
+    "--connector", default="shared_storage", show_default=True, metavar="NAME",
     callback=lambda context, option, value: _check_connector(value),
     help="How KV moves from prefill to decode: shared_storage, redis, nixl, lmcache, or module:Class of your own. "
     "Several, as in nixl,redis: the first hands over, the others store prefixes that all prefill instances share.",
-)
+)  # fmt: skip
 @click.option(
     "--kv-url", metavar="URL",
     help="Server of redis: redis://host:port/0. Of lmcache: tcp://host:port; absent, lmcache is on disk.",
@@ -104,12 +95,10 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port",
-    type=IntRange(0, 65535),
-    default=0,
+    "--port", type=IntRange(0, 65535), default=0,
     help="Port of the router; 0 chooses one, the same at each start while it is free and this user has no other "
     "stack.  [default: 0]",
-)
+)  # fmt: skip
 @click.option(
     "--http-port", type=IntRange(0, 65535), default=0,
     help="Port of the router's OpenAI API; 0 chooses one in the same way.  [default: 0]",

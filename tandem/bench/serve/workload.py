@@ -51,10 +51,6 @@ def even_arrivals(rate: float) -> Iterator[float]:
     return (number / rate for number in itertools.count())
 
 
-def all_at_once() -> Iterator[float]:
-    return itertools.repeat(0.0)
-
-
 def cut(arrivals: Iterable[float], *, num_requests: int | None, duration_s: float | None) -> list[float]:
     """The first `num_requests` of those before `duration_s`; None: no limit. One of them must be given."""
     if num_requests is None and duration_s is None:
@@ -181,7 +177,7 @@ class Schedule:
 
     def _times_s(self, rate: float, seed: int) -> list[float]:
         if rate == float("inf"):
-            arrivals = all_at_once()
+            arrivals: Iterator[float] = itertools.repeat(0.0)
         elif self.burstiness is None:
             arrivals = even_arrivals(rate)
         else:

@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -233,22 +233,21 @@ class SourceEndpoint:
         raise TransferFailed(f"the source process has ended with status {self._process.wait()}")
 
 
-def serve_offers(commands: TextIO, answers: TextIO) -> None:
-    """The main loop of the source process."""
+def main() -> None:
+    """The source process, until the end of its input."""
 
     def answer(**fields: object) -> None:
-        answers.write(_MARK + json.dumps(fields) + "\n")
-        answers.flush()
+        print(_MARK + json.dumps(fields), flush=True)
 
     try:
-        setup = json.loads(commands.readline())
+        setup = json.loads(sys.stdin.readline())
         shape = Shape(setup["num_blocks"], setup["block_bytes"])
         config = KVConnectorConfig(class_path=setup["class_path"], options=setup["options"])
         kv = shape.memory()
         as_bytes(kv).copy_(shape.content(setup["seed"]))
         endpoint = TransferEndpoint(shape, config, bytes.fromhex(setup["fingerprint"]), kv)
         answer(ready=True)
-        for line in commands:
+        for line in sys.stdin:
             command = json.loads(line)
             events, seconds = endpoint.offer(command["run"], command["num_blocks"])
             answer(events=msgspec.msgpack.encode(events).hex(), seconds=seconds)
@@ -256,9 +255,4 @@ def serve_offers(commands: TextIO, answers: TextIO) -> None:
         answer(failed=str(error))
     except Exception as error:
         answer(failed=f"{type(error).__name__}: {error}")
-
-
-def main() -> None:
-    """Until the end of the input."""
-    serve_offers(sys.stdin, sys.stdout)
     os._exit(0)  # skips the slow exit handlers of libraries

@@ -39,14 +39,9 @@ _MULTIPLE_OF = 64
     help="Blocks moved at once; may be given several times.",
 )  # fmt: skip
 @click.option(
-    "--block-bytes",
-    "block_sizes",
-    type=IntRange(64, 1 << 30),
-    multiple=True,
-    default=[1_843_200],
-    show_default=True,
+    "--block-bytes", "block_sizes", type=IntRange(64, 1 << 30), multiple=True, default=[1_843_200], show_default=True,
     help="Size of a block, a multiple of 64; may be given several times.",
-)
+)  # fmt: skip
 @click.option(
     "--digest", type=Choice(["both", "on", "off"]), default="both", show_default=True,
     help="Whether pages carry a keyed BLAKE3 digest that the reader verifies. Not for module:Class.",

@@ -1,4 +1,5 @@
-"""Both endpoints, over real sockets: what is counted, and what every way of going wrong is called."""
+"""Both endpoints, over real sockets: what is counted, and what every way of going wrong is called. Server-sent events
+come out whole, however the bytes are cut."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.bench.serve import openai_endpoint
 from tandem.bench.serve.endpoint import Answer, Endpoint, PlannedRequest, RequestFailed
 from tandem.bench.serve.grpc_endpoint import GrpcEndpoint
 from tandem.bench.serve.load import run_load
-from tandem.bench.serve.openai_endpoint import OpenAIEndpoint
+from tandem.bench.serve.openai_endpoint import EventTooLong, OpenAIEndpoint, event_data
 from tests.tandem.bench.serve.fake_servers import Behaviour, FakeOpenAI, FakeTandem
 from tests.tcp import TcpServer
 
@@ -333,3 +336,34 @@ async def test_prompts_may_go_as_text_and_the_body_may_be_changed() -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="write one like http://"):
         OpenAIEndpoint(url)
+
+
+def data_of(chunks: list[bytes]) -> list[bytes]:
+    async def stream() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    async def collect() -> list[bytes]:
+        return [data async for data in event_data(stream())]
+
+    return asyncio.run(collect())
+
+
+DATA = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), min_size=1).map(str.encode)
+
+
+@given(st.lists(DATA, max_size=5), st.sampled_from([b"\n", b"\r\n"]), st.integers(1, 7))
+def test_data_survives_any_cut_and_either_end_of_line(events: list[bytes], end: bytes, step: int) -> None:
+    whole = b"".join(b": comment" + end + b"data: " + data + end + b"id: 7" + end + end for data in events)
+    assert data_of([whole[at : at + step] for at in range(0, len(whole), step)]) == events
+
+
+def test_lines_of_one_event_are_joined_and_half_an_event_is_none() -> None:
+    assert data_of([b"data:one\ndata: two\n\n\n", b"event: x\n\n", b"data: half\n"]) == [b"one\ntwo"]
+
+
+@pytest.mark.parametrize("chunk", [b"data: 12345678", b"data: 1234567\n"])
+def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch, chunk: bytes) -> None:
+    monkeypatch.setattr(openai_endpoint, "MAX_EVENT_BYTES", 20)
+    with pytest.raises(EventTooLong):
+        data_of([chunk] * 4)
