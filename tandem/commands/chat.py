@@ -86,8 +86,7 @@ def command(
         info = client.model_info()
         if not info.supports_chat:
             raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
-        given = {name: value for name, value in sampling.items() if value is not None}
-        chat = _Chat(client, info.model, system, given, stats, tool)
+        chat = _Chat(client, info.model, system, sampling, stats, tool)
         if is_terminal:
             click.echo(f"{info.model} at {client.address}; /help lists the commands, Ctrl-D ends")
             _talk(chat, _terminal_lines(_session()))
