@@ -373,16 +373,9 @@ def refrain(rng: Random) -> str:
 
 
 RAW = (
-    (story, 30),
-    (long_tale, 10),
-    (poem, 12),
-    (letter, 14),
-    (quiz, 8),
-    (refrain, 14),
-    (numbers, 3),
-    (rounds, 3),
+    (story, 30), (long_tale, 10), (poem, 12), (letter, 14), (quiz, 8), (refrain, 14), (numbers, 3), (rounds, 3),
     (shop_records, 3),
-)
+)  # fmt: skip
 
 
 def document(rng: Random) -> str:

@@ -50,61 +50,27 @@ SHE = ("she", "her")
 HE = ("he", "his")
 
 RIDERS = (
-    Rider(
-        "Penny", "penguin", SHE, "red", 7, "fish sandwiches", "reads the whole map in one look", "I have seen it all."
-    ),
-    Rider(
-        "Dex", "dachshund", HE, "blue", 6, "pancakes", "says everything one word at a time", "One. Word. At. A. Time."
-    ),
-    Rider(
-        "Ada",
-        "otter",
-        SHE,
-        "green",
-        9,
-        "apricot jam",
-        "keeps a spanner behind her ear",
-        "It is not broken, only resting.",
-    ),
-    Rider(
-        "Bruno",
-        "bear",
-        HE,
-        "yellow",
-        12,
-        "honey cake",
-        "falls asleep on the back saddle",
-        "I was pedalling in my sleep.",
-    ),
-    Rider("Clementine", "cat", SHE, "orange", 8, "cream", "never admits that she is lost", "I meant to come this way."),
-    Rider(
-        "Émile",
-        "hedgehog",
-        HE,
-        "purple",
-        5,
-        "crème brûlée",
-        "has sat on eleven tyres by mistake",
-        "Pardon, that was me.",
-    ),
-    Rider("Greta", "goose", SHE, "white", 10, "wet bread", "is her own bicycle bell", "Honk."),
-    Rider(
-        "Hugo", "hippo", HE, "grey", 14, "watermelons", "brakes by getting off", "Hills are only roads in a bad mood."
-    ),
-    Rider(
-        "Zoë",
-        "zebra",
-        SHE,
-        "black",
-        11,
-        "blueberry muffins",
-        "counts the stripes of every crossing",
-        "Black, white, home.",
-    ),
-    Rider(
-        "Müller", "mole", HE, "brown", 61, "cheese noodles", "knows every bicycle by its squeak", "Ah, a squeak in G."
-    ),
-)
+    Rider("Penny", "penguin", SHE, "red", 7,
+          "fish sandwiches", "reads the whole map in one look", "I have seen it all."),
+    Rider("Dex", "dachshund", HE, "blue", 6,
+          "pancakes", "says everything one word at a time", "One. Word. At. A. Time."),
+    Rider("Ada", "otter", SHE, "green", 9,
+          "apricot jam", "keeps a spanner behind her ear", "It is not broken, only resting."),
+    Rider("Bruno", "bear", HE, "yellow", 12,
+          "honey cake", "falls asleep on the back saddle", "I was pedalling in my sleep."),
+    Rider("Clementine", "cat", SHE, "orange", 8,
+          "cream", "never admits that she is lost", "I meant to come this way."),
+    Rider("Émile", "hedgehog", HE, "purple", 5,
+          "crème brûlée", "has sat on eleven tyres by mistake", "Pardon, that was me."),
+    Rider("Greta", "goose", SHE, "white", 10,
+          "wet bread", "is her own bicycle bell", "Honk."),
+    Rider("Hugo", "hippo", HE, "grey", 14,
+          "watermelons", "brakes by getting off", "Hills are only roads in a bad mood."),
+    Rider("Zoë", "zebra", SHE, "black", 11,
+          "blueberry muffins", "counts the stripes of every crossing", "Black, white, home."),
+    Rider("Müller", "mole", HE, "brown", 61,
+          "cheese noodles", "knows every bicycle by its squeak", "Ah, a squeak in G."),
+)  # fmt: skip
 
 THINGS = ("bell", "map", "left pedal", "saddle", "lamp", "pump", "red scarf", "sandwich", "lucky button", "teapot")
 HIDING_PLACES = (
@@ -238,56 +204,23 @@ FACTS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 COLOUR_OF = (
-    ("the sky", "blue"),
-    ("grass", "green"),
-    ("snow", "white"),
-    ("a banana", "yellow"),
-    ("the night", "black"),
-    ("a tomato", "red"),
-    ("a carrot", "orange"),
-    ("a plum", "purple"),
-    ("chocolate", "brown"),
+    ("the sky", "blue"), ("grass", "green"), ("snow", "white"), ("a banana", "yellow"), ("the night", "black"),
+    ("a tomato", "red"), ("a carrot", "orange"), ("a plum", "purple"), ("chocolate", "brown"),
     ("an elephant", "grey"),
-)
+)  # fmt: skip
 SAYS = (
-    ("cow", "moo"),
-    ("goose", "honk"),
-    ("dog", "woof"),
-    ("cat", "meow"),
-    ("duck", "quack"),
-    ("sheep", "baa"),
-    ("pig", "oink"),
-    ("bee", "buzz"),
-    ("frog", "ribbit"),
-    ("owl", "hoo"),
-    ("bicycle", "ding"),
-)
+    ("cow", "moo"), ("goose", "honk"), ("dog", "woof"), ("cat", "meow"), ("duck", "quack"), ("sheep", "baa"),
+    ("pig", "oink"), ("bee", "buzz"), ("frog", "ribbit"), ("owl", "hoo"), ("bicycle", "ding"),
+)  # fmt: skip
 OPPOSITES = (
-    ("up", "down"),
-    ("left", "right"),
-    ("fast", "slow"),
-    ("hot", "cold"),
-    ("big", "small"),
-    ("day", "night"),
-    ("front", "back"),
-    ("wet", "dry"),
-    ("old", "new"),
-    ("heavy", "light"),
-    ("early", "late"),
-    ("first", "last"),
-)
+    ("up", "down"), ("left", "right"), ("fast", "slow"), ("hot", "cold"), ("big", "small"), ("day", "night"),
+    ("front", "back"), ("wet", "dry"), ("old", "new"), ("heavy", "light"), ("early", "late"), ("first", "last"),
+)  # fmt: skip
 FRENCH = (
-    ("hello", "bonjour"),
-    ("the bicycle", "le vélo"),
-    ("the goose", "l'oie"),
-    ("cheese", "le fromage"),
-    ("summer", "l'été"),
-    ("thank you", "merci"),
-    ("the sea", "la mer"),
-    ("the friend", "l'ami"),
-    ("the cake", "le gâteau"),
-    ("yes", "oui"),
-)
+    ("hello", "bonjour"), ("the bicycle", "le vélo"), ("the goose", "l'oie"), ("cheese", "le fromage"),
+    ("summer", "l'été"), ("thank you", "merci"), ("the sea", "la mer"), ("the friend", "l'ami"),
+    ("the cake", "le gâteau"), ("yes", "oui"),
+)  # fmt: skip
 UNKNOWN = (
     "quantum physics", "the stock market", "football", "the Roman Empire", "chemistry", "my taxes", "black holes",
     "politics", "computers", "the weather in Brazil", "love", "dinosaurs", "music theory", "history", "Shakespeare",
