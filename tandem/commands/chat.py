@@ -148,13 +148,7 @@ class _Chat:
     """The conversation and its commands. Owned by the one loop that reads the messages."""
 
     def __init__(
-        self,
-        client: Client,
-        model: str,
-        system: str | None,
-        sampling: dict[str, Any],
-        shows_stats: bool,
-        tool: str,
+        self, client: Client, model: str, system: str | None, sampling: dict[str, Any], shows_stats: bool, tool: str
     ) -> None:
         self._client = client
         self._model = model

@@ -254,12 +254,7 @@ def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int])
 @click.option("--cache-salt", default="", metavar="TEXT", help="As if it were sent with this salt.")
 @_call_options
 def _explain(
-    prompt: str | None,
-    num_tokens: int | None,
-    session: str,
-    cache_salt: str,
-    timeout_s: float,
-    as_json: bool,
+    prompt: str | None, num_tokens: int | None, session: str, cache_salt: str, timeout_s: float, as_json: bool
 ) -> None:
     """Say where PROMPT would run now: every instance's score and its parts, ignored instances, and whether it is split.
 

@@ -34,12 +34,7 @@ class GrpcEndpoint:
     counting = "by the token ids of each message"
 
     def __init__(
-        self,
-        address: str,
-        *,
-        num_connections: int = 4,
-        model: str = "",
-        credentials: Credentials = PLAINTEXT,
+        self, address: str, *, num_connections: int = 4, model: str = "", credentials: Credentials = PLAINTEXT
     ) -> None:
         self.name = f"Tandem at {address} (gRPC)"
         self._address = address

@@ -193,13 +193,7 @@ def _both_percentiles(
 
 
 def _line(
-    axis: Axes,
-    index: int,
-    label: str,
-    points: Sequence[tuple[float, float]],
-    dash: _Dash,
-    *,
-    hollow: bool = False,
+    axis: Axes, index: int, label: str, points: Sequence[tuple[float, float]], dash: _Dash, *, hollow: bool = False
 ) -> None:
     axis.plot(
         [x for x, _ in points],
