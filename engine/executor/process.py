@@ -8,6 +8,7 @@ in the middle of a step notices it by its sockets to them, and one that hangs ge
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -89,7 +90,8 @@ def main() -> None:
 
 
 def _answer(pipe: Connection, ready: Ready) -> None:
-    pipe.send_bytes(msgspec.msgpack.encode(ready))
+    with contextlib.suppress(ConnectionError):  # the core has ended: nothing reads the answer
+        pipe.send_bytes(msgspec.msgpack.encode(ready))
 
 
 def _die_with(parent_pid: int) -> None:

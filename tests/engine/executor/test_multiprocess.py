@@ -28,7 +28,7 @@ from engine.executor.worker import load_part
 from engine.machine import usable_cores
 from engine.models import Decoder
 from engine.models.config import ModelConfig
-from engine.ranks import RankLost
+from engine.ranks import RankLost, SharedMemoryRanks
 from tests.builders import lively_checkpoint
 from tests.waiting import Stopwatch, wait_until
 
@@ -327,6 +327,24 @@ def test_a_rank_whose_start_fails_may_start_later_if_only_the_machine_lacks_some
         engine_of(checkpoint, tensor=2)
     assert isinstance(caught.value, RankLost) == may_pass(caught.value) == passes
     assert rank_processes() == []
+
+
+@pytest.mark.parametrize("is_missing", [False, True], ids=["loads", "cannot load"])
+def test_a_rank_whose_core_ends_while_it_loads_prints_no_traceback(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str], is_missing: bool
+) -> None:
+    config = EngineConfig(model="missing" if is_missing else str(checkpoint), num_threads=1)
+    slots_fd, kv_fd = os.memfd_create("slots"), os.memfd_create("kv")
+    os.ftruncate(slots_fd, SharedMemoryRanks.memory_bytes(1))
+    start = Start(
+        config=config, rank=0, peer_fds={}, before_fd=None, after_fd=None, slots_fd=slots_fd, kv_fd=kv_fd,
+        groups_fd=None, parent_pid=None,
+    )  # fmt: skip
+    worker = _start_worker(start, ())
+    worker.pipe.close()
+    assert (worker.process.wait(), capfd.readouterr().err) == (0, "")
+    os.close(slots_fd)
+    os.close(kv_fd)
 
 
 NO_DESCRIPTOR = """
