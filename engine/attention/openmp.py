@@ -155,12 +155,13 @@ def _gomp() -> _Gomp | None:
 
 
 def _openmp_libraries() -> list[Path]:
-    """The OpenMP runtimes loaded in this process (Linux), else those shipped with torch."""
-    maps = Path("/proc/self/maps")
+    """The OpenMP runtimes loaded in this process (Linux), else those shipped with torch; torch's own come first."""
+    torch_folder, maps = Path(torch.__file__).resolve().parent, Path("/proc/self/maps")
     if maps.exists():
         # The sixth field is the path, which may contain spaces.
         loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "omp" in line}
         paths = [Path(name) for name in loaded if Path(name).name.startswith(("libgomp", "libomp", "libiomp"))]
     else:
-        paths = [*(Path(torch.__file__).parent / "lib").glob("lib*omp*")]
-    return sorted(paths, key=lambda path: ("torch" not in str(path), str(path)))
+        paths = [*(torch_folder / "lib").glob("lib*omp*")]
+    # They may also be in torch.libs, beside torch's folder.
+    return sorted(paths, key=lambda path: (not str(path).startswith(str(torch_folder)), str(path)))

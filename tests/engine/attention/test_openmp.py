@@ -148,3 +148,15 @@ def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
     shutil.copy(loaded, copy)
     ctypes.CDLL(str(copy))
     assert copy in openmp._openmp_libraries()
+
+
+def test_of_the_loaded_runtimes_torchs_own_is_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others are in an environment with torch in its name."""
+    (loaded, *_) = openmp._openmp_libraries()
+    copies = [tmp_path / folder / "lib" / loaded.name for folder in ("envs/torch", "torch")]
+    for copy in copies:
+        copy.parent.mkdir(parents=True)
+        shutil.copy(loaded, copy)
+        ctypes.CDLL(str(copy))
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    assert openmp._openmp_libraries()[0] == copies[1]
