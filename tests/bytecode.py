@@ -56,7 +56,7 @@ _COMPILE_KERNELS = """
 import sys
 from pathlib import Path
 
-from engine.attention.kernel_cache import sources_digest
+from engine.attention.compilation import sources_digest
 
 if any(stamp.read_text() == sources_digest() for stamp in Path("engine", "attention").rglob("*.sources")):
     sys.exit()

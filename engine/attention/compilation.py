@@ -1,4 +1,9 @@
-"""Compiles the CPU kernels once for an installation, and says what they may use of this processor."""
+"""Compiles the CPU kernels once for an installation, and says what they may use of this processor.
+
+numba's cache compares a kernel's own file and not what the kernel calls in others. It also writes the name of new code,
+which is often that of older code, before the code. So a stamp beside the files of a module says which sources they were
+made of, and all files of other sources are removed before numba reads them.
+"""
 
 # Functions that numba calls with types have no useful annotations of their own.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-unimported"
@@ -8,16 +13,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import glob
+import hashlib
 import logging
 import platform
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import llvmlite.binding
+import numba
 from numba import cfunc, config, njit, types
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
 
-from engine.attention.kernel_cache import KernelCache
 from engine.machine import START_UP
 
 logger = logging.getLogger(__name__)
@@ -73,7 +82,7 @@ def kernel(body):
         with contextlib.suppress(OSError):  # no file, or a file system without locks
             fcntl.flock(lock.enter_context(open(body.__code__.co_filename, "rb")), fcntl.LOCK_EX)
         try:
-            cache = KernelCache.of(body)
+            cache = _Cache.of(body)
         except Exception as error:  # RuntimeError, or another of a numba whose cache cannot be found
             logger.warning("%s is compiled at every start: %s; set NUMBA_CACHE_DIR", body.__qualname__, error)
             return _compiled(body, cache=False)
@@ -85,6 +94,47 @@ def kernel(body):
             with contextlib.suppress(OSError):
                 cache.remove()
             return _compiled(body, cache=False)
+
+
+def sources() -> list[Path]:
+    """The files of which kernels are made."""
+    own = Path(__file__)
+    return [own, own.with_name("simd.py"), *sorted(own.parents[1].glob("*/*_kernels.py"))]
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of all of them, since one kernel calls what others are made of, and of the compiler's versions."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for file in sources():
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """numba's, of the kernels of one module. The caller holds the lock of the module's source."""
+
+    folder: Path
+    module: str
+
+    @classmethod
+    def of(cls, body) -> _Cache:
+        """Of the module of this kernel. Raises RuntimeError where numba finds no folder to write to."""
+        folder = numba.njit(cache=True)(body).stats.cache_path  # compiles nothing
+        return cls(Path(folder), Path(body.__code__.co_filename).stem)
+
+    def remove_other_sources(self) -> None:
+        """Removes the files unless they were made of these sources."""
+        stamp = self.folder / f"{self.module}.sources"
+        if not stamp.exists() or stamp.read_text(errors="replace") != sources_digest():
+            self.remove()
+            stamp.write_text(sources_digest())
+
+    def remove(self) -> None:
+        """Sorted, code goes before the index that names it: at no moment does an index lack code that is there."""
+        for file in sorted(self.folder.glob(f"{glob.escape(self.module)}.*.nb[ic]*")):
+            file.unlink(missing_ok=True)
 
 
 @functools.cache

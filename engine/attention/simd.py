@@ -6,7 +6,7 @@ several narrower ones, with the usual operators; a multiplication followed by an
 Elements in memory: bfloat16 is uint16, the upper half of a float32; float16 is int16. Kernels are generic over the
 element type; `kind` is an example value of it, one of `KINDS`.
 
-A change of this file compiles all kernels again, as one of any file of kernels does (`kernel_cache`).
+A change of this file compiles all kernels again, as one of any file of kernels does (`compilation`).
 """
 
 # Functions that numba calls with types have no useful annotations of their own.

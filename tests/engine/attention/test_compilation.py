@@ -20,7 +20,7 @@ import pytest
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
-from engine.attention import compilation, kernel_cache
+from engine.attention import compilation
 from engine.attention.compilation import kernel
 from engine.attention.simd import INT64, pointer
 
@@ -34,7 +34,7 @@ class Package:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder = folder
-        monkeypatch.setattr(kernel_cache, "sources", lambda: sorted(folder.glob("*.py")))
+        monkeypatch.setattr(compilation, "sources", lambda: sorted(folder.glob("*.py")))
 
     def install(self, value: int, *, before: str = "", after: str = "") -> None:
         """A release in which the kernel writes this value and has this text before and after it."""
@@ -43,7 +43,7 @@ class Package:
 
     def start(self) -> int:
         """What the kernel writes in a new process: nothing that an older one found stays."""
-        kernel_cache.sources_digest.cache_clear()
+        compilation.sources_digest.cache_clear()
         names: dict[str, Any] = {"__name__": __name__, "pointer": pointer, "INT64": INT64}
         for file in (self._folder / "called.py", self._folder / "kernels.py"):
             exec(compile(file.read_text(), str(file), "exec"), names)
@@ -63,7 +63,7 @@ class Package:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
     yield Package(tmp_path, monkeypatch)
-    kernel_cache.sources_digest.cache_clear()
+    compilation.sources_digest.cache_clear()
 
 
 def test_a_kernel_is_compiled_again_after_a_change_of_what_it_calls(package: Package) -> None:
@@ -162,7 +162,7 @@ def test_a_kernel_that_no_other_process_would_find_in_the_cache_is_rejected() ->
 
 def test_the_stamp_covers_what_kernels_are_made_of() -> None:
     """Each file with a kernel, and each file of the engine from which one takes a name."""
-    sources = set(kernel_cache.sources())
+    sources = set(compilation.sources())
     assert {file for file in (ROOT / "engine").rglob("*.py") if "    @kernel\n" in file.read_text()} < sources
     for file in sources - {ROOT / "engine/attention/compilation.py"}:  # what this one imports makes no code
         assert set(_imported(file)) <= sources, file
