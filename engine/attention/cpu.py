@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import cpu_kernels, pair_kernels
-from engine.attention.backend import AttentionMetadata, adjacent_heads, query_tiles
+from engine.attention import AttentionMetadata, adjacent_heads, cpu_kernels, pair_kernels, query_tiles
 from engine.attention.compilation import converts_float16, multiplies_pairs
 from engine.attention.openmp import launcher_for, num_threads_for
 from engine.attention.simd import WIDTH

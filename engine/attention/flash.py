@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from engine.attention.reference import write_kv
 
 PAGE_TOKENS = 256

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.backend import AttentionMetadata, adjacent_heads, query_tiles
+from engine.attention import AttentionMetadata, adjacent_heads, query_tiles
 
 MAX_HEAD_DIM = 256
 SPLIT_KEYS = 256

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from engine.attention.openmp import Launch, LaunchProgram, recording
 from engine.attention.openmp_kernels import run_launches_address
 from engine.models import Decoder, LastTokens

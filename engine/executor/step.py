@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from engine.models import LastTokens
 
 Int32 = npt.NDArray[np.int32]

@@ -12,7 +12,7 @@ from engine.errors import UnsupportedModel, to_install
 if TYPE_CHECKING:
     import torch
 
-    from engine.attention.backend import AttentionMetadata
+    from engine.attention import AttentionMetadata
     from engine.config import EngineConfig
     from engine.models.config import DecoderConfig
     from engine.partition import Parallelism, Part

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention import AttentionBackend, AttentionMetadata
 from engine.models import LastTokens
 from engine.models.config import ModelConfig
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for

@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention import AttentionBackend, AttentionMetadata
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models import LastTokens

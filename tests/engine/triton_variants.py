@@ -20,8 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from engine.attention import triton_kernels
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata, triton_kernels
 from engine.attention.triton_attention import TritonAttention
 from engine.executor import step as step_module
 from engine.executor.decode_graphs import GraphedDecoder, Step, capture_sizes

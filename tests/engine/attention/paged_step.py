@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 
 
 def paged_step(

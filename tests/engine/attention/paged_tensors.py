@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from tests.engine.attention.paged_step import paged_step
 
 NUM_LAYERS = 3

@@ -13,8 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention import cpu, select_backend
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata, cpu, select_backend
 from engine.attention.compilation import has_pairs
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel

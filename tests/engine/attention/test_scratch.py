@@ -8,7 +8,7 @@ import sys
 
 _ATTEND_AGAIN_AND_AGAIN = """
 import torch
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from engine.attention.cpu import CpuAttention
 from engine.attention.reference import ReferenceAttention
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from engine.attention.reference import ReferenceAttention
 from tests.engine.attention.paged_step import paged_step
 from tests.engine.attention.paged_tensors import paged_tensors, step_behind_windows

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.attention.backend import AttentionMetadata
+from engine.attention import AttentionMetadata
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, GraphedDecoder, LaunchRecorder, Step, capture_sizes
 from engine.executor.executor import OneProcessExecutor
