@@ -88,6 +88,7 @@ class AttentionBackend(Protocol):
 BACKENDS = ("cpu", "flash", "triton", "reference")
 _AUTO = {"cpu": ("cpu", "reference"), "cuda": ("flash", "triton", "reference")}
 """By type of device, the fastest first."""
+_PACKAGES = {"flash": "flash-attn", "triton": "triton"}
 
 
 def select_backend(
@@ -107,10 +108,13 @@ def select_backend(
     if name not in (*BACKENDS, "auto"):
         raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
     for candidate in _AUTO.get(device.type, ("reference",)) if name == "auto" else (name,):
-        if candidate == "flash" and not _has_flash_attn():
+        package = _PACKAGES.get(candidate)
+        if package is not None and not _is_installed(package):
             if name == "auto":
                 continue
-            raise UnsupportedModel("attention backend flash requires the package flash-attn, which is not installed")
+            raise UnsupportedModel(
+                f"attention backend {candidate} requires the package {package}, which is not installed"
+            )
         backend = _backend(candidate, softcap)
         if backend.supports(block_size=block_size, head_dim=head_dim, dtype=dtype, device=device):
             return backend
@@ -124,9 +128,9 @@ def page_order(name: str) -> PageOrder:
     return "vectors" if name == "cpu" else "tokens"
 
 
-def _has_flash_attn() -> bool:
+def _is_installed(package: str) -> bool:
     try:
-        importlib.import_module("flash_attn")
+        importlib.import_module(package.replace("-", "_"))
     except ImportError:
         return False
     return True

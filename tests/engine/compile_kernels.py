@@ -17,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
-from engine.attention import triton_kernels
-from engine.attention.triton_attention import TritonAttention
+from engine.attention import triton_attention
 from engine.models import triton_elementwise
 from engine.models.elementwise import HeadNorm, HeadShape
 from engine.sampling import triton_sampler
@@ -67,7 +66,7 @@ def attention(dtype: torch.dtype, head_dim: int, window: int | None, softcap: fl
     query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=16, kv_heads=2, group=4, head_dim=head_dim, dtype=dtype
     )
-    TritonAttention(softcap).forward(
+    triton_attention.TritonAttention(softcap).forward(
         query, key, value, cache, layer=0, metadata=metadata, scale=0.1, sliding_window=window
     )
 
@@ -98,7 +97,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main(capability: int, cases: list[str]) -> None:
-    for module in (triton_kernels, triton_elementwise, triton_sampler):
+    for module in (triton_attention, triton_elementwise, triton_sampler):
         for name, kernel in vars(module).items():
             if hasattr(kernel, "arg_names"):
                 setattr(module, name, Compiled(kernel, capability) if name[0] != "_" else kernel)

@@ -20,8 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-from engine.attention import AttentionMetadata, triton_kernels
-from engine.attention.triton_attention import TritonAttention
+from engine.attention import AttentionMetadata, triton_attention
 from engine.executor import step as step_module
 from engine.executor.decode_graphs import GraphedDecoder, Step, capture_sizes
 from engine.executor.step import Int64, StepInputs
@@ -33,7 +32,7 @@ from engine.scheduling.kv_cache_manager import KVCacheManager
 CPU = torch.device("cpu")
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 16, 16, 8, 128, 32
 MAX_BLOCKS, MAX_REQUESTS, CHUNK = 300, 40, 512
-KERNELS = {name: getattr(triton_kernels, name) for name in ("write_kv", "attend", "attend_in_splits", "add_splits")}
+KERNELS = {name: getattr(triton_attention, name) for name in ("write_kv", "attend", "attend_in_splits", "add_splits")}
 
 
 class Recorded:
@@ -58,7 +57,7 @@ class Layers:
     attention_name = "triton"
 
     def __init__(self) -> None:
-        self._attention = TritonAttention()
+        self._attention = triton_attention.TritonAttention()
 
     def forward(
         self,
@@ -139,7 +138,7 @@ def serve(executor: Executor) -> None:
 def count(*, uses_graphs: bool) -> dict[str, tuple[int, int]]:
     recorded = {name: Recorded(kernel) for name, kernel in KERNELS.items()}
     for name, one in recorded.items():
-        setattr(triton_kernels, name, one)
+        setattr(triton_attention, name, one)
     executor = Executor(uses_graphs=uses_graphs)
     kv = KVCacheManager(
         num_blocks=1, block_size=BLOCK_SIZE, max_model_len=BLOCK_SIZE, max_num_seqs=1, enable_prefix_caching=False

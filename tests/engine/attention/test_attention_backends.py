@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -244,3 +245,11 @@ def test_unknown_and_unfit_backends_are_refused_by_name() -> None:
         select_backend("magic", block_size=16, head_dim=64, dtype=torch.float32, device=CPU)
     with pytest.raises(UnsupportedModel, match="cpu does not support block_size 16, head_dim 20"):
         select_backend("cpu", block_size=16, head_dim=20, dtype=torch.float32, device=CPU)
+
+
+def test_a_backend_without_its_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"block_size": 16, "head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert select_backend("auto", **sizes).name == "reference"
+    with pytest.raises(UnsupportedModel, match="attention backend triton requires the package triton, which is not"):
+        select_backend("triton", **sizes)
