@@ -21,8 +21,7 @@ from engine.attention import triton_attention
 from engine.models import triton_elementwise
 from engine.models.elementwise import HeadNorm, HeadShape
 from engine.sampling import triton_sampler
-from tests.engine.attention.paged_step import paged_step
-from tests.engine.attention.paged_tensors import paged_tensors
+from tests.engine.attention.paged_step import paged_step, paged_tensors
 
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",

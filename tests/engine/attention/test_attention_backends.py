@@ -18,8 +18,7 @@ from engine.attention import AttentionMetadata, cpu, select_backend
 from engine.attention.compilation import has_pairs
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
-from tests.engine.attention.paged_step import paged_step
-from tests.engine.attention.paged_tensors import in_tokens, in_vectors, paged_tensors, step_behind_windows
+from tests.engine.attention.paged_step import in_tokens, in_vectors, paged_step, paged_tensors, step_behind_windows
 
 CPU = torch.device("cpu")
 BFLOAT16_STEP = 2**-7

@@ -14,8 +14,7 @@ from engine.attention import select_backend
 from engine.attention.flash import FlashAttention
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
-from tests.engine.attention.paged_step import paged_step
-from tests.engine.attention.paged_tensors import paged_tensors
+from tests.engine.attention.paged_step import paged_step, paged_tensors
 
 SIZES: dict[str, Any] = {"block_size": 256, "head_dim": 64, "dtype": torch.bfloat16, "device": torch.device("cuda")}
 

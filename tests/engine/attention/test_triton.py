@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from engine.attention import AttentionMetadata
 from engine.attention.reference import ReferenceAttention
-from tests.engine.attention.paged_step import paged_step
-from tests.engine.attention.paged_tensors import paged_tensors, step_behind_windows
+from tests.engine.attention.paged_step import paged_step, paged_tensors, step_behind_windows
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
