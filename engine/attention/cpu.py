@@ -16,7 +16,7 @@ import torch
 
 from engine.attention import AttentionMetadata, adjacent_heads, cpu_kernels, pair_kernels, query_tiles
 from engine.attention.compilation import converts_float16, multiplies_pairs
-from engine.attention.openmp import launcher_for, num_threads_for
+from engine.attention.openmp import launch, launcher_for
 from engine.attention.simd import WIDTH
 
 TILE_TOKENS = 32
@@ -110,9 +110,9 @@ class CpuAttention:
             bits_of(self._softcap or 0.0),
             kv_cache.stride(2),
         )
-        num_threads = num_threads_for(plan.num_visible * num_kv_heads * head_dim)
         kernels = pair_kernels if in_pairs else cpu_kernels
-        launcher_for(kernels.paged_attention_address, kv_cache.dtype)(num_threads, arguments)
+        num_elements = plan.num_visible * num_kv_heads * head_dim
+        launch(kernels.paged_attention_address, kv_cache.dtype, num_elements, arguments)
         return output
 
 
@@ -163,8 +163,7 @@ def _write_kv(
         kv_cache.stride(0),
         kv_cache.stride(2),
     )
-    num_threads = num_threads_for(num_tokens * num_kv_heads * head_dim)
-    launcher_for(cpu_kernels.write_kv_address, kv_cache.dtype)(num_threads, arguments)
+    launch(cpu_kernels.write_kv_address, kv_cache.dtype, num_tokens * num_kv_heads * head_dim, arguments)
 
 
 def _layer_address(kv_cache: torch.Tensor, layer: int) -> int:

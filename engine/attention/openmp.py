@@ -73,7 +73,7 @@ def launcher(kernel_address: int) -> Launcher:
     without_gil = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)
     gomp = _gomp()
 
-    def launch(num_threads: int | None, arguments: Arguments) -> None:
+    def run(num_threads: int | None, arguments: Arguments) -> None:
         if _recording.launches is not None:
             _recording.launches.append(Launch(kernel_address, num_threads or 1, bytes(arguments)))
         elif num_threads is None:
@@ -83,7 +83,7 @@ def launcher(kernel_address: int) -> Launcher:
         else:
             without_gil(ctypes.addressof(arguments))
 
-    return launch
+    return run
 
 
 def num_threads_for(num_elements: int) -> int | None:
@@ -95,6 +95,11 @@ def num_threads_for(num_elements: int) -> int | None:
 def launcher_for(address_of: Callable[[str], int], dtype: torch.dtype) -> Launcher:
     """The launcher of a kernel's version for `dtype`; `address_of` compiles it."""
     return launcher(address_of(str(dtype).removeprefix("torch.")))
+
+
+def launch(address_of: Callable[[str], int], dtype: torch.dtype, num_elements: int, arguments: Arguments) -> None:
+    """Runs the kernel's version for `dtype`, which works on so many elements."""
+    launcher_for(address_of, dtype)(num_threads_for(num_elements), arguments)
 
 
 class LaunchProgram:

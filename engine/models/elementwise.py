@@ -8,13 +8,12 @@ multiplied by the weight.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from engine.attention.cpu import bits_of, is_compiled_for
-from engine.attention.openmp import launcher_for, num_threads_for
+from engine.attention.openmp import launch
 from engine.attention.simd import WIDTH
 from engine.models import elementwise_kernels as kernels
 
@@ -114,7 +113,7 @@ class CompiledElementwise(Elementwise):
             output.data_ptr(),
             bits_of(eps),
         )
-        _launch(kernels.add_rms_norm_address, residual.dtype, rows * hidden, arguments)
+        launch(kernels.add_rms_norm_address, residual.dtype, rows * hidden, arguments)
         return output
 
     def rotate(
@@ -135,13 +134,13 @@ class CompiledElementwise(Elementwise):
             0 if norm is None else norm.key_weight.data_ptr(),
             0 if norm is None else bits_of(norm.eps),
         )
-        _launch(kernels.rotate_address, qkv.dtype, rows * stride, arguments)
+        launch(kernels.rotate_address, qkv.dtype, rows * stride, arguments)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty((rows, columns), dtype=gate_up.dtype, device="cpu")
         arguments = _SiluArguments(0, rows, columns, gate_up.data_ptr(), output.data_ptr())
-        _launch(kernels.silu_and_mul_address, gate_up.dtype, rows * columns, arguments)
+        launch(kernels.silu_and_mul_address, gate_up.dtype, rows * columns, arguments)
         return output
 
 
@@ -152,11 +151,5 @@ def to_float32(x: torch.Tensor) -> torch.Tensor:
         return x.float()
     output = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     arguments = _ConversionArguments(0, x.numel() // WIDTH, x.data_ptr(), output.data_ptr())
-    _launch(kernels.to_float32_address, x.dtype, x.numel(), arguments)
+    launch(kernels.to_float32_address, x.dtype, x.numel(), arguments)
     return output
-
-
-def _launch(
-    address_of: Callable[[str], int], dtype: torch.dtype, num_elements: int, arguments: ctypes.Array[ctypes.c_int64]
-) -> None:
-    launcher_for(address_of, dtype)(num_threads_for(num_elements), arguments)
