@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from engine.models import LastTokens
 from engine.models.config import SUPPORTED_DTYPES, DecoderConfig, read_json
 from engine.models.linear import Linear, make_linear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
-from engine.models.weights import DummyWeights
+from engine.models.weights import DummyWeights, shortened
 
 _ATTENTION, _PROBE = "tandem", "tandem-probe"
 _PROBE_TOKENS = 4
@@ -56,7 +55,6 @@ _WITH_TEXT_PART = ("Gemma3ForConditionalGeneration",)
 """Architectures with parts for images of which the text decoder runs; their tests compare each token."""
 _OLD_BUFFERS = (".attn.masked_bias",)
 """Ends of the names of tensors that no decoder reads: constants of masks, which old releases of transformers saved."""
-_MAX_NAMED = 5
 _MATRIX = 2
 
 
@@ -116,7 +114,7 @@ class TransformersModel:
         ).to(device)
         _pack_linear_layers(self._model, dtype, quantization)
         self._decoder = self._model.get_decoder()
-        self._head = _without_decoder(self._model, self._decoder)
+        self._decoder_place, self._given_hidden = _place(self._model, self._decoder), _GivenHidden()
 
     @torch.inference_mode()
     def forward(
@@ -139,9 +137,13 @@ class TransformersModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]."""
-        with self._head():
+        """hidden [rows, hidden_size] -> float32 [rows, vocab_size]. Without its decoder the model is all that follows:
+        the output layer with the scaling and capping of the architecture."""
+        setattr(*self._decoder_place, self._given_hidden)
+        try:
             logits: torch.Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
+        finally:
+            setattr(*self._decoder_place, self._decoder)
         return logits[0].float()
 
 
@@ -382,8 +384,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> Any:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(name for name in map(str, found[problem]) if not name.endswith(_OLD_BUFFERS))
         if names:
-            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-            raise InvalidCheckpoint(f"tensors of the checkpoint: {problem}: {', '.join(names[:_MAX_NAMED])}{more}")
+            raise InvalidCheckpoint(f"tensors of the checkpoint: {problem}: {shortened(names)}")
     return _text_part(model).eval()
 
 
@@ -461,19 +462,3 @@ class _GivenHidden(torch.nn.Module):
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
         output.router_logits = None  # mixtures of experts read it
         return output
-
-
-def _without_decoder(model: torch.nn.Module, decoder: torch.nn.Module) -> Callable[[], Any]:
-    """A context in which `model` has a `_GivenHidden` in its decoder's place: what is left is all that follows, the
-    output layer with the scaling and capping of the architecture."""
-    (owner, name), given = _place(model, decoder), _GivenHidden()
-
-    @contextmanager
-    def context():  # type: ignore[no-untyped-def]
-        setattr(owner, name, given)
-        try:
-            yield
-        finally:
-            setattr(owner, name, decoder)
-
-    return context

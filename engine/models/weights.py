@@ -96,11 +96,8 @@ class SafetensorsWeights(WeightSource):
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         left = sorted(name for name in self._stored if not name.endswith(ignored) and not name.startswith(elsewhere))
         if left:
-            named = ", ".join(f"{shown(name)} of {self._stored[name].file_name}" for name in left[:_MAX_NAMED])
-            more = f" and {len(left) - _MAX_NAMED} more" if len(left) > _MAX_NAMED else ""
-            raise InvalidCheckpoint(
-                f"the checkpoint contains tensors that the architecture does not use: {named}{more}"
-            )
+            named = shortened([f"{shown(name)} of {self._stored[name].file_name}" for name in left])
+            raise InvalidCheckpoint(f"the checkpoint contains tensors that the architecture does not use: {named}")
 
 
 class DummyWeights(WeightSource):
@@ -220,6 +217,12 @@ def _single_experts(file: Any, stored: _Stored) -> dict[str, _Stored]:
 
 _FUSED = ("gate_up_proj", "down_proj")
 _FUSED_DIMENSIONS = 3
+
+
+def shortened(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _shards(folder: Path) -> list[str]:
