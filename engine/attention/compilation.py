@@ -99,7 +99,8 @@ def kernel(body):
 def sources() -> list[Path]:
     """The files of which kernels are made."""
     own = Path(__file__)
-    return [own, own.with_name("simd.py"), *sorted(own.parents[1].glob("*/*_kernels.py"))]
+    beside = [own.with_name("openmp.py"), own.with_name("simd.py")]
+    return [own, *beside, *sorted(own.parents[1].glob("*/*_kernels.py"))]
 
 
 @functools.cache

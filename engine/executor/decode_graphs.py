@@ -31,8 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention import AttentionMetadata
-from engine.attention.openmp import Launch, LaunchProgram, recording
-from engine.attention.openmp_kernels import run_launches_address
+from engine.attention.openmp import Launch, LaunchProgram, recording, run_launches_address
 from engine.models import Decoder, LastTokens
 
 Step = Callable[[], torch.Tensor]
