@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -379,8 +380,9 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidCheckpoint(f"transformers cannot load the checkpoint: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        (first, *_) = str(error).splitlines() or [type(error).__name__]
+        raise InvalidCheckpoint(f"transformers cannot load the checkpoint: {first}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(name for name in map(str, found[problem]) if not name.endswith(_OLD_BUFFERS))
         if names:

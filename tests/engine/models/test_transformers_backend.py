@@ -214,6 +214,13 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         _llm(folder)
 
 
+def test_a_damaged_file_is_an_invalid_checkpoint(tmp_path: Path) -> None:
+    file = lively_checkpoint(tmp_path, "gpt2", **ARCHITECTURES["gpt2"]) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(InvalidCheckpoint, match=r"cannot load the checkpoint: .*file not fully covered"):
+        _llm(tmp_path)
+
+
 def test_the_encoder_of_images_is_neither_loaded_nor_quantised(tmp_path: Path) -> None:
     """Weights of more than two dimensions cannot be quantised; the encoder has one."""
     folder = lively_checkpoint(tmp_path, "gemma3", **ARCHITECTURES["gemma3"])
