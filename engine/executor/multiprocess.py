@@ -134,7 +134,6 @@ class MultiprocessExecutor:
         slots_bytes = SharedMemoryRanks.memory_bytes(parallelism.tensor_parallel_size)
         os.ftruncate(self._slots_fd, parallelism.pipeline_parallel_size * slots_bytes)
         self._groups_fd = None if shares_memory(config) else os.memfd_create("tandem-groups")
-        self._encoder = msgspec.msgpack.Encoder()
         self._workers: list[_Worker] = []
         all_ends = connect_all(parallelism)
         self._ends = all_ends[parallelism.core_rank]
@@ -144,7 +143,8 @@ class MultiprocessExecutor:
         self._end = weakref.finalize(self, _end_ranks, self._closing, self._workers, self._ends, fds)
         try:
             self._start_workers(config, all_ends)
-            self._start_watcher()
+            watched = (weakref.ref(self), self._closing)
+            threading.Thread(target=_watch, args=watched, name="rank-watch", daemon=True).start()
             if self._groups_fd is None:
                 self._model = load_part(config, model_config, self._part, self._ends, self._slots_fd)
             else:
@@ -256,12 +256,8 @@ class MultiprocessExecutor:
         finally:
             close_all(others.values())
 
-    def _start_watcher(self) -> None:
-        arguments = (weakref.ref(self), self._closing)
-        threading.Thread(target=_watch, args=arguments, name="rank-watch", daemon=True).start()
-
     def _send(self, message: Message, workers: Sequence[_Worker]) -> None:
-        encoded = self._encoder.encode(message)
+        encoded = msgspec.msgpack.encode(message)
         for worker in workers:
             try:
                 worker.pipe.send_bytes(encoded)
