@@ -23,8 +23,6 @@ A row's scratch, float32: query [head_dim], weighted values [head_dim], weights 
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from engine.attention.compilation import kernel, kernel_part
@@ -78,7 +76,6 @@ MANY_ROWS = 8
 """From so many rows on, a tile stays in the cache: prefetching costs more than it saves."""
 
 
-@functools.cache
 def single_tiles_address(_: str) -> int:
     """`void(int64*)`: counter, num_requests, seq_lens, tiles. Each request has one token in the step."""
 
@@ -89,7 +86,6 @@ def single_tiles_address(_: str) -> int:
     return int(compiled.address)
 
 
-@functools.cache
 def write_kv_address(dtype: str) -> int:
     """`void(int64*)`: counter, num_tokens, num_kv_heads, head_dim, block_size, key, value, their row strides,
     slot_mapping, page of this layer, elements per page, elements from keys to values."""
@@ -108,7 +104,6 @@ def write_kv_address(dtype: str) -> int:
     return int(halves.address)
 
 
-@functools.cache
 def paged_attention_address(dtype: str) -> int:
     """`void(int64*)`: counter, num_tiles, num_kv_heads, group, head_dim, block_size, query, its row stride, output,
     tiles, block_tables, its row stride, page of this layer, elements per page, scale (bits of a double),

@@ -8,8 +8,6 @@ One task is one row. `engine.attention.openmp` says how kernels run and what arg
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from engine.attention.compilation import kernel, kernel_part
@@ -32,7 +30,6 @@ _CONVERTED = 256
 """Vectors of a task of a conversion."""
 
 
-@functools.cache
 def add_rms_norm_address(dtype: str) -> int:
     """`void(int64*)`: counter, rows, hidden, x (0: none), residual, weight, output, eps (bits of a double)."""
     kind = KINDS[dtype]
@@ -44,7 +41,6 @@ def add_rms_norm_address(dtype: str) -> int:
     return int(compiled.address)
 
 
-@functools.cache
 def rotate_address(dtype: str) -> int:
     """`void(int64*)`: counter, rows, num_heads, num_kv_heads, head_dim, qkv, its row stride, cos, sin,
     query weight (0: no norm), key weight, eps (bits of a double)."""
@@ -57,7 +53,6 @@ def rotate_address(dtype: str) -> int:
     return int(compiled.address)
 
 
-@functools.cache
 def silu_and_mul_address(dtype: str) -> int:
     """`void(int64*)`: counter, rows, columns of the output, gate_up, output."""
     kind = KINDS[dtype]
@@ -69,7 +64,6 @@ def silu_and_mul_address(dtype: str) -> int:
     return int(compiled.address)
 
 
-@functools.cache
 def to_float32_address(dtype: str) -> int:
     """`void(int64*)`: counter, whole vectors, x, float32 output."""
     kind = KINDS[dtype]

@@ -64,7 +64,6 @@ MANY_ROWS = 12 if has_wide_registers() else 4
 """Multiplied at once where each weight is converted, and there are as many."""
 
 
-@functools.cache
 def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
