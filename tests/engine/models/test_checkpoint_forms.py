@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig, Quantization
 from engine.errors import InvalidCheckpoint
 from tests.builders import lively_checkpoint, lively_model
-from tests.engine.models.test_pipeline_parallel import computed
+from tests.engine.models.test_parallel import computed
 from tests.oracle import GreedyOracle
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -1,4 +1,5 @@
-"""The stages of a model together have the bits of one stage, and of the checkpoint each takes its own tensors."""
+"""The ranks of a model together compute what one rank computes, and its stages have the bits of one stage. Of the
+checkpoint each takes its own tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.errors import InvalidCheckpoint
 from engine.executor.step import Step, StepInputs
 from engine.executor.worker import rank_view
@@ -76,6 +77,49 @@ def test_a_head_of_its_own_beside_a_tied_embedding_is_that_of_the_last_stage(tmp
     for tensor, pipeline in ((1, 1), (2, 2)):
         logits = computed(engine, tensor, pipeline)[1]
         torch.testing.assert_close(logits, shared.flip(1), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "fields", "quantization"),
+    [
+        # The output layer shares the embedding's rows; compiled elementwise
+        ("qwen3", 2, {"intermediate_size": 128}, "none"),
+        ("llama", 2, {"attention_bias": True, "mlp_bias": True}, "none"),
+        ("mixtral", 2, {}, "int8"),
+        ("qwen3_moe", 2, {}, "none"),
+        ("llama", 2, {}, "int4"),  # a rank's part of down_proj ends inside of a group
+        ("mistral", 4, {"vocab_size": 1001}, "none"),  # two ranks have copies of each KV head
+        (
+            "qwen2",
+            3,
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96},
+            "none",
+        ),
+    ],
+)
+def test_ranks_compute_what_one_rank_computes(
+    tmp_path: Path, arch: str, size: int, fields: dict[str, Any], quantization: Quantization
+) -> None:
+    folder = lively_checkpoint(tmp_path, arch, **fields)
+    config = ModelConfig.from_folder(folder)
+    engine = EngineConfig(model=str(folder), dtype="float32", num_threads=1, quantization=quantization)
+    metadata, positions, num_blocks = paged_step([(1, 20), (70, 90), (1, 1)], block_size=16)
+    tokens = torch.arange(len(positions)) * 37 % config.vocab_size
+    layout = config.kv_layout(dtype="float32", block_size=16)
+    caches = [torch.zeros(num_blocks, *layout.page_shape) for _ in range(2)]
+    expected = load_model(config, engine)
+    hidden = expected.forward(tokens, positions, caches[0], metadata)
+
+    def compute(part: Part, model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+        result = model.forward(tokens, positions, rank_view(caches[1], part), metadata)
+        return result, model.compute_logits(result[-2:])
+
+    results = on_all_parts(msgspec.structs.replace(engine, tensor_parallel_size=size), config, compute)
+    for result, _ in results:
+        assert torch.equal(result, results[0][0])
+        torch.testing.assert_close(result, hidden, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(results[0][1], expected.compute_logits(hidden[-2:]), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(caches[1], caches[0], atol=2e-4, rtol=1e-4)
 
 
 def mixed_step(vocab_size: int) -> tuple[StepInputs, int]:
