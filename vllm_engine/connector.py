@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from vllm_engine.arguments import MAX_HELD_FRACTION
 from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
 from vllm_engine.kv_scheduler import SchedulerHalf
-from vllm_engine.kv_worker import StepResults, WorkerHalf, connect
+from vllm_engine.kv_worker import StepResults, WorkerHalf, connect, distinct
 from vllm_engine.waiting import sleep_while_waiting
 
 
@@ -88,8 +88,7 @@ class VllmKVConnector(KVConnectorBase_V1):
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        unique = {cache.data_ptr(): cache for cache in kv_caches.values()}  # layers may share one
-        self._layers = list(unique.values())
+        self._layers = distinct(kv_caches.values())
 
     def connect(self, setup: KVSetup) -> str:
         """Begin to move KV. Returns the name of Tandem's connector; raises EngineError."""

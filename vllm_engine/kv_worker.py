@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -375,6 +375,11 @@ def connect(layers: Sequence[torch.Tensor], num_blocks: int, setup: KVSetup) -> 
     """On the model's thread. Raises EngineError for a memory whose blocks are not pages of one size, each layer's
     contiguous."""
     return WorkerHalf([whole_blocks(layer, num_blocks, setup.block_size) for layer in layers], setup)
+
+
+def distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each memory once: layers may share one."""
+    return list({layer.data_ptr(): layer for layer in layers}.values())
 
 
 def whole_blocks(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:

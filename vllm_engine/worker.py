@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from vllm_engine.connector import VllmKVConnector
 from vllm_engine.grammars import State, worker_grammars
 from vllm_engine.kv_messages import KVSetup
+from vllm_engine.kv_worker import distinct
 from vllm_engine.requests import read_sampled_request
+
+if TYPE_CHECKING:
+    from vllm_engine.connector import VllmKVConnector
 
 
 class WorkerFacts:
@@ -24,7 +27,7 @@ class WorkerFacts:
     def tandem_facts(self) -> dict[str, Any]:
         """Plain values: it travels by vLLM's message pack."""
         runner = self.model_runner
-        caches = list(runner.kv_caches)
+        caches = distinct(runner.kv_caches)
         return {
             "runner": type(runner).__name__,
             "attention": sorted({group.backend.get_name() for groups in runner.attn_groups for group in groups}),
@@ -35,7 +38,7 @@ class WorkerFacts:
 
     def tandem_connect(self, setup: bytes) -> str:
         """`setup`: a KVSetup as msgpack. Returns the connector's name; raises EngineError."""
-        connector = cast(VllmKVConnector, get_kv_transfer_group())
+        connector = cast("VllmKVConnector", get_kv_transfer_group())
         return connector.connect(msgspec.msgpack.decode(setup, type=KVSetup))
 
     def tandem_begun(self) -> list[str]:

@@ -8,10 +8,8 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,41 +31,9 @@ from tests.instance.scripted_core import INFO
 from tests.waiting import until
 
 
-class _Names(ModuleType):
-    """Every name is an empty class; an error's is an exception."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        base: type = Exception if name.endswith("Error") else object
-        found = type(name, (base,), {"__class_getitem__": classmethod(lambda cls, _: cls)})
-        setattr(self, name, found)
-        return found
-
-
-class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "vllm" else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Names(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 @pytest.fixture
-def module() -> Iterator[Any]:
-    """vllm_engine.host without vLLM."""
-    before, finder = dict(sys.modules), _Finder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield importlib.import_module("vllm_engine.host")
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_engine")]:
-            del sys.modules[name]
-        sys.modules.update({name: before[name] for name in before if name.startswith("vllm_engine")})
+def module(names_of_vllm: None) -> Any:
+    return importlib.import_module("vllm_engine.host")
 
 
 class _Vllm:
