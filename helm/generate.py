@@ -2,7 +2,7 @@
 
 values.yaml, constraints.yaml, the settings trees ─▶ helm/tandem/values.schema.json
 values.yaml                                       ─▶ the table in helm/tandem/README.md
-vllm_engine/argument_rules.py                     ─▶ helm/tandem/vllm_arguments.yaml
+vllm_engine/supported.py                          ─▶ helm/tandem/vllm_arguments.yaml
 dashboard.yaml                                    ─▶ helm/tandem/dashboards/tandem.json
 the chart, kustomize/values.yaml                  ─▶ kustomize/base/
 the chart, its ci/ values                         ─▶ tests/chart/golden/, the settings in it read by the services' trees

@@ -19,7 +19,7 @@ from instance.config import InstanceSettings
 from router.config import RouterSettings
 from serving.histogram import LATENCY_BUCKETS_S
 from serving.settings import Settings
-from vllm_engine.argument_rules import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS
+from vllm_engine.supported import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS
 
 ROUTER_OWNED = (
     *(f"router.{name}" for name in ("listen", "model", "model_name", "admin_listen", "workers", "ready_file")),
@@ -48,7 +48,7 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _MARK = "# -- "
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z][\w]*):")
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
-_RULES_HEAD = "# Made by helm/generate.py out of vllm_engine/argument_rules.py. Read by templates/_engine.tpl.\n"
+_RULES_HEAD = "# Made by helm/generate.py out of vllm_engine/supported.py. Read by templates/_engine.tpl.\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
 from engine.machine import free_host_memory_for_kv
-from vllm_engine.argument_rules import OWN_SETTINGS, REFUSED, WORKER_COUNTS
+from vllm_engine.supported import OWN_SETTINGS, REFUSED, WORKER_COUNTS
 
 FOLDER = "TANDEM_VLLM_FOLDER"
 """Environment variable: the private folder that the processes of one vLLM share."""

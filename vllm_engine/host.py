@@ -51,7 +51,6 @@ from engine.errors import EngineError, InvalidRequest
 from engine.identity import compute_identity
 from engine.sampling.constraints import Constraint
 from engine.sampling.params import SamplingParams
-from vllm_engine.argument_rules import WITHOUT_EFFECT
 from vllm_engine.arguments import engine_arguments, has_connector, set_environment
 from vllm_engine.begin_limits import BeginLimits
 from vllm_engine.failures import FailedRequests, end_error, start_error
@@ -59,7 +58,7 @@ from vllm_engine.grammars import HostGrammars
 from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
 from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import tokens_event, vllm_input, vllm_params
-from vllm_engine.versions import require_vllm
+from vllm_engine.supported import WITHOUT_EFFECT, require_vllm
 
 HEARTBEAT_S = 0.25
 _SHUTDOWN_S = 2.0

@@ -24,7 +24,7 @@ if __name__ == "__mp_main__":
 def main() -> None:
     """Run until `Shutdown`, the parent's death or vLLM's."""
     from engine.errors import EngineError, start_problem, start_status
-    from vllm_engine.versions import INSTALL_VLLM, require_vllm
+    from vllm_engine.supported import INSTALL_VLLM, require_vllm
 
     try:
         from engine.core.process import begin

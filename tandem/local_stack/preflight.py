@@ -179,7 +179,7 @@ def check_vllm(python: str) -> tuple[str, ...] | None:
         raise ValueError(f"--engine-python: {python} is no program; give the path of a Python interpreter with vLLM")
     try:
         checked = subprocess.run(
-            [python, "-m", "vllm_engine.versions"],
+            [python, "-m", "vllm_engine.supported"],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **child_environment()},
             capture_output=True,

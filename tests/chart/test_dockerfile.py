@@ -20,7 +20,7 @@ import pytest
 from helm.rendering import CHART, read_values
 from tests.chart.dockerfile import Build, Step, context_files, steps
 from tests.chart.rendered import deployment, manifests
-from vllm_engine.versions import TESTED
+from vllm_engine.supported import TESTED
 
 ROOT = CHART.parents[1]
 STEPS = list(steps((ROOT / "Dockerfile").read_text()))

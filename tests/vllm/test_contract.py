@@ -38,10 +38,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
-from vllm_engine import argument_rules, arguments
+from vllm_engine import arguments, supported
 from vllm_engine.connector import VllmKVConnector
 from vllm_engine.kv_worker import whole_blocks
-from vllm_engine.versions import gpus
 
 def refused(**given):
     try:
@@ -87,7 +86,7 @@ one = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None, block_hasher=l
 arguments.engine_arguments(EngineConfig(model="m", vllm_args={"tensor_parallel_size": 2}))
 print(json.dumps({
     "arguments": fields(AsyncEngineArgs),
-    "handled": [*argument_rules.OWN_SETTINGS, *argument_rules.REFUSED, *argument_rules.WORKER_COUNTS],
+    "handled": [*supported.OWN_SETTINGS, *supported.REFUSED, *supported.WORKER_COUNTS],
     "generate": signature(AsyncLLM.generate),
     "from_engine_args": signature(AsyncLLM.from_engine_args),
     "shutdown": signature(AsyncLLM.shutdown),
@@ -124,7 +123,7 @@ print(json.dumps({
                            refused_connector("x:Y", tensor_parallel_size=2)],
     "cuda": envs.VLLM_MAIN_CUDA_VERSION,
     "pages": [pages(None), pages(16), pages(16, num_blocks=4)],
-    "gpus": [gpus(), current_platform.is_cuda_alike(), current_platform.is_unspecified()],
+    "gpus": [supported.gpus(), current_platform.is_cuda_alike(), current_platform.is_unspecified()],
     "refused": [refused(speculative_config={}), refused(block_size=16), refused(tensor_paralel_size=2)],
 }))
 """

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.errors import EngineError, EngineStartError
-from vllm_engine.versions import TESTED
+from vllm_engine.supported import TESTED
 
 
 async def test_without_vllm_the_log_says_what_to_set(capfd: pytest.CaptureFixture[str]) -> None:

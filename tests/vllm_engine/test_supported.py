@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import EngineError
-from vllm_engine.versions import gpus, require_vllm
+from vllm_engine.supported import gpus, require_vllm
 
 
 @pytest.mark.parametrize("version", ["0.32.1+cpu", "0.32.0", "0.32.0.post1", "0.32.0.1"])
