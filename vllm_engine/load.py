@@ -56,10 +56,11 @@ class LoadMeter(StatLoggerBase):
         self._stats = scheduler_stats or self._stats
         if iteration_stats is None:
             return
-        num_prefilled = iteration_stats.prompt_token_stats.computed
-        self._counters.step_computed(num_prefilled + iteration_stats.num_generation_tokens)
+        num_prefilled: int = iteration_stats.prompt_token_stats.computed
+        num_generated: int = iteration_stats.num_generation_tokens
+        self._counters.step_computed(num_prefilled + num_generated)
         self._counters.num_prefilled_tokens += num_prefilled
-        self._counters.num_generated_tokens += iteration_stats.num_generation_tokens
+        self._counters.num_generated_tokens += num_generated
         self._counters.num_preemptions += iteration_stats.num_preempted_reqs
         now = time.monotonic()
         if self._last_s is not None:  # a slow step raises the estimate at once, and it falls step by step

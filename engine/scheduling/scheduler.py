@@ -166,7 +166,8 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
         """Apply a step's result: progress, new tokens, finished requests. `sampled` has tokens for each share that
         samples, unless its logits were not finite."""
-        self.counters.step_computed(output)
+        self.counters.step_computed(output.num_tokens)
+        self.counters.num_draft_tokens += sum(len(share.draft) for share in output.scheduled)
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens

@@ -116,11 +116,10 @@ class SchedulerCounters(msgspec.Struct):
     num_step_tokens: int = 0
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
-    def step_computed(self, output: SchedulerOutput) -> None:
+    def step_computed(self, num_tokens: int) -> None:
         self.num_steps += 1
-        self.num_step_tokens += output.num_tokens
-        self.num_draft_tokens += sum(len(share.draft) for share in output.scheduled)
-        self.steps_by_tokens[bisect_left(STEP_TOKENS, output.num_tokens)] += 1
+        self.num_step_tokens += num_tokens
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def tokens_generated(self, num_tokens: int) -> None:
         """Of one request in one step: all but the first were drafted."""

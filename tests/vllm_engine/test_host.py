@@ -299,6 +299,19 @@ async def test_running_requests_without_a_token_are_prompts(module: Any) -> None
     assert meter.load(host._count_requests(), link.load).num_prefilling == 0
 
 
+async def test_steps_are_counted(module: Any) -> None:
+    meter = module.LoadMeter()
+    meter.num_blocks = 100
+    for computed, generated in ((30, 1), (0, 2)):
+        prompts = SimpleNamespace(computed=computed)
+        step = SimpleNamespace(prompt_token_stats=prompts, num_generation_tokens=generated, num_preempted_reqs=1)
+        meter.record(None, step)
+    kv = importlib.import_module("vllm_engine.kv_messages").KVLoad()
+    load = meter.load(importlib.import_module("vllm_engine.load").RequestCounts(), kv)
+    assert (load.num_steps, load.num_step_tokens, sum(load.steps_by_tokens)) == (2, 33, 2)
+    assert (load.num_prefilled_tokens, load.num_generated_tokens, load.num_preemptions) == (30, 3, 2)
+
+
 async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None:
     sent: list[Any] = []
     moved, steps, reports = TransferEvent("t1", 1), asyncio.Queue[None](), asyncio.Queue[Any]()
