@@ -5,9 +5,11 @@ Each method passes on to one half, in vLLM's types. `vllm_engine/kv_messages.py`
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -15,13 +17,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from vllm_engine.arguments import MAX_HELD_FRACTION
 from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
 from vllm_engine.kv_scheduler import SchedulerHalf
 from vllm_engine.kv_worker import StepResults, WorkerHalf, connect, distinct
-from vllm_engine.waiting import sleep_while_waiting
+from vllm_engine.start import MAX_HELD_FRACTION
+
+_BUSY_S = 1.0
+_LONGEST_MS = 5
+"""While messages are frequent: what one costs whose notification is lost."""
+
+_wait = SpinCondition.wait
 
 
 class VllmKVConnector(KVConnectorBase_V1):
@@ -34,7 +42,7 @@ class VllmKVConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        sleep_while_waiting()  # vLLM makes one of these in EngineCore and one in the worker
+        _sleep_while_waiting()  # vLLM makes one of these in EngineCore and one in the worker
         if not _keeps_whole_kv(kv_cache_config.kv_cache_groups):
             raise ValueError(
                 "models with several kinds of KV (hybrid), or with a sliding window in every layer, are not handed "
@@ -146,3 +154,22 @@ def _keeps_whole_kv(groups: list[Any]) -> bool:
         spec = group.kv_cache_spec
         specs += spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     return len(groups) == 1 and all(isinstance(spec, FullAttentionSpec) for spec in specs)
+
+
+def _sleep_while_waiting() -> None:
+    """In this process, from now on, on a CPU. Idempotent.
+
+    vLLM polls its shared memory without a pause for a second after each message. There is always one that waits:
+    EngineCore while the worker computes, and while KV is awaited both in turns. On a GPU that costs a spare core; on a
+    CPU it takes time from models that compute, of other instances too: a prompt that was handed over took 1.4 to 1.6
+    times as long.
+    """
+    if current_platform.is_cpu():
+        SpinCondition.wait = _sleep
+
+
+def _sleep(condition: SpinCondition, timeout_ms: int | None = None) -> None:
+    """vLLM's own idle mode at once: until it is notified, or the caller looks again."""
+    condition.busy_loop_s = 0.0
+    is_busy = time.monotonic() < condition.last_read + _BUSY_S
+    _wait(condition, timeout_ms=_LONGEST_MS if is_busy else timeout_ms)

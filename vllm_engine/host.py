@@ -13,9 +13,7 @@ hangs it sends no others. When one of its processes ends, this one does: others 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import os
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,21 +45,19 @@ from engine.core.messages import (
     Shutdown,
     TokensEvent,
 )
-from engine.errors import EngineError, InvalidRequest
-from engine.identity import compute_identity
+from engine.errors import InvalidRequest
 from engine.sampling.constraints import Constraint
-from engine.sampling.params import SamplingParams
-from vllm_engine.arguments import engine_arguments, has_connector, set_environment
-from vllm_engine.begin_limits import BeginLimits
-from vllm_engine.failures import FailedRequests, end_error, start_error
 from vllm_engine.grammars import HostGrammars
-from vllm_engine.kv_messages import Interrupt, KVLink, KVSetup
+from vllm_engine.kv_messages import Interrupt, KVLink
 from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import tokens_event, vllm_input, vllm_params
-from vllm_engine.supported import WITHOUT_EFFECT, require_vllm
+from vllm_engine.start import connect, end_error, engine_info, has_connector, set_environment, start, warm_up
+from vllm_engine.worker import FailedRequests
 
 HEARTBEAT_S = 0.25
 _SHUTDOWN_S = 2.0
+_OUTPUTS_S = 0.05
+"""In which the outputs that came before the workers' answer reach their requests: the answer knows no ended request."""
 
 
 async def serve(config: EngineConfig, address: str) -> None:
@@ -69,13 +65,13 @@ async def serve(config: EngineConfig, address: str) -> None:
     folder = Path(address.removeprefix("ipc://")).parent
     set_environment(config, folder)
     meter, failed = LoadMeter(), FailedRequests(folder)
-    engine = _start(config, meter)
+    engine = start(config, meter)
     try:
-        info = await _engine_info(config, engine)
+        info = await engine_info(config, engine)
         link = KVLink(folder)
         if has_connector(config):
-            info = await _connect(config, engine, info, link.address)
-        await _warm_up(engine, info)
+            info = await connect(config, engine, info, link.address)
+        await warm_up(engine, info)
         meter.num_blocks = info.num_blocks
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 1000)
@@ -88,29 +84,6 @@ async def serve(config: EngineConfig, address: str) -> None:
         link.close()
     finally:
         engine.shutdown(timeout=_SHUTDOWN_S)
-
-
-def _start(config: EngineConfig, meter: LoadMeter) -> AsyncLLM:
-    """Blocks for seconds to minutes. On the main thread: with the thread that starts them vLLM's processes end."""
-    try:
-        return AsyncLLM.from_engine_args(engine_arguments(config), stat_loggers=[lambda *_: meter])
-    except (RuntimeError, ValueError, OSError) as error:
-        raise start_error(error) from error
-
-
-async def _warm_up(engine: AsyncLLM, info: EngineInfo) -> None:
-    """On a GPU vLLM compiles its log-probabilities when they are first used, for one row and for several: for seconds,
-    in which a core that has requests would seem to hang."""
-    params = SamplingParams(max_tokens=1, logprobs=1, ignore_eos=True)
-    for num_rows in (1, 2):
-        requests = [EngineRequest(request_id=f"warm-up-{num_rows}-{row}", prompt_token_ids=[info.vocab_size - 1],
-                                  params=params) for row in range(num_rows)]  # fmt: skip
-        await asyncio.gather(*(_generated(engine, request) for request in requests))
-
-
-async def _generated(engine: AsyncLLM, request: EngineRequest) -> None:
-    async for _ in engine.generate(vllm_input(request), vllm_params(request), request.request_id):
-        pass
 
 
 @dataclass(slots=True)
@@ -436,64 +409,66 @@ def _with_origin(event: TokensEvent, running: _Running) -> TokensEvent:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Implements engine.kv_layout.PageLayout."""
+class BeginLimits:
+    """Requests that no step of vLLM has begun within their `begin_s`: they end, as at the built-in engine.
 
-    block_size: int
-    bytes_per_block: int
-    digest: bytes
+    request ─begin_s─▶ late ─▶ in the next question to the workers ─▶ a step has computed some of it: it continues
+       └─ a token, or the end: no limit any more                         └─ none has: an error
 
+    vLLM reports nothing of a prompt before its first token. Its workers know which requests were in a step; they answer
+    between two steps, so a request that begins after its time and before the answer is computed. Belongs to the host's
+    event loop.
+    """
 
-async def _engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
-    vllm_config = engine.vllm_config
-    cache, model, scheduler = vllm_config.cache_config, vllm_config.model_config, vllm_config.scheduler_config
-    facts = (await engine.collective_rpc("tandem_facts"))[0]
-    shape = json.dumps([facts["kv_shape"][0][1:], facts["kv_dtype"], len(facts["kv_shape"]), cache.block_size])
-    bytes_per_block = facts["kv_bytes"] // cache.num_gpu_blocks
-    layout = _Layout(cache.block_size, bytes_per_block, hashlib.sha256(shape.encode()).digest())
-    attention, kv_dtype = "+".join(facts["attention"]), "+".join(facts["kv_dtype"])
-    text = f"vllm {require_vllm()}, {facts['runner']}, {attention}, KV {kv_dtype}"
-    if given := {name: value for name, value in config.vllm_args.items() if name not in WITHOUT_EFFECT}:
-        text += f", {json.dumps(given, sort_keys=True)}"
-    identity = await asyncio.to_thread(
-        compute_identity,
-        config.model,
-        dtype=str(model.dtype).removeprefix("torch."),
-        layout=layout,
-        load_format=config.load_format,
-        seed=config.seed,
-        engine=text,
-    )
-    return EngineInfo(
-        model_identity=identity,
-        vocab_size=model.get_vocab_size(),
-        max_model_len=model.max_model_len,
-        num_blocks=cache.num_gpu_blocks - 1,  # vLLM keeps one for itself
-        bytes_per_block=bytes_per_block,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        kv_connector="null",
-        attention_backend=attention,
-        pid=os.getpid(),
-    )
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        interrupt: Callable[[], None],
+        end: Callable[[EngineRequest], None],
+        answered: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """`interrupt` is called before each question, `end` for each request that has not begun, `answered` when a
+        question has its answer or an error."""
+        self._engine = engine
+        self._interrupt = interrupt
+        self._end = end
+        self._answered = answered
+        self._limited: dict[str, tuple[EngineRequest, asyncio.TimerHandle]] = {}
+        """They have no token yet."""
+        self._late: list[EngineRequest] = []
+        """For the next question."""
+        self._question: asyncio.Task[None] | None = None
+        """The last one."""
 
+    def add(self, request: EngineRequest) -> None:
+        """What was begun elsewhere has no limit."""
+        if request.begin_s is not None and request.remote_kv is None and not request.output_token_ids:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(request.begin_s, self._is_late, request)
+            self._limited[request.request_id] = request, timer
 
-async def _connect(config: EngineConfig, engine: AsyncLLM, info: EngineInfo, address: str) -> EngineInfo:
-    """Begin the connector in the worker. Raises EngineError."""
-    identity = info.model_identity
-    setup = KVSetup(
-        config=config,
-        address=address,
-        fingerprint=identity.fingerprint,
-        block_size=identity.block_size,
-        bytes_per_block=info.bytes_per_block,
-        digest=bytes.fromhex(identity.layout_digest),
-    )
-    try:
-        [name] = await engine.collective_rpc("tandem_connect", args=(msgspec.msgpack.encode(setup),))
-    except EngineDeadError as error:
-        raise end_error(error) from error
-    except Exception as error:  # vLLM's own, with the worker's as text
-        raise EngineError(f"the KV connector cannot be used: {error}") from error
-    return msgspec.structs.replace(info, kv_connector=name)
+    def remove(self, request_id: str) -> None:
+        """Idempotent."""
+        if limited := self._limited.pop(request_id, None):
+            limited[1].cancel()
+
+    def close(self) -> None:
+        if self._question is not None:
+            self._question.cancel()
+
+    def _is_late(self, request: EngineRequest) -> None:
+        self._late.append(request)
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask())
+            self._question.add_done_callback(self._answered)
+
+    async def _ask(self) -> None:
+        while self._late:
+            late, self._late = self._late, []
+            self._interrupt()
+            begun, *_ = await self._engine.collective_rpc("tandem_begun")
+            await asyncio.sleep(_OUTPUTS_S)
+            for request in late:
+                limited = self._limited.get(request.request_id)
+                if limited is not None and limited[0] is request and request.request_id not in begun:
+                    self._end(request)

@@ -1,6 +1,6 @@
 """Requests as vLLM takes them, and its outputs as the engine's events.
 
-vLLM computes logits and holds KV; every token is sampled by `sampling.py`, from `tandem_request` in the request's extra
+vLLM computes logits and holds KV; every token is sampled by `worker.py`, from `tandem_request` in the request's extra
 arguments. So to vLLM all requests are greedy, and those that continue a stream are plain prompts: a token's position,
 its penalties and its grammar come from the request, never from what vLLM counts as output.
 """

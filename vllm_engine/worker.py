@@ -1,25 +1,151 @@
-"""What the host calls in vLLM's workers, which alone know attention backend and KV memory as they are."""
+"""Tandem inside of vLLM's workers: its sampling, as one of the logits processors of the V1 model runner, and answers to
+the host.
+
+Every token is sampled by engine/sampling/sampler.py, as in the built-in engine: a pure function of the logits, of
+(seed, choice, position) and of the request's tokens. vLLM then takes the best token of a row, which is the sampled one,
+because its logit is infinite. A stream that another instance began therefore continues exactly, with penalties, seeds
+and grammars, although vLLM counts the emitted tokens as prompt.
+
+    added to the batch ─▶ row (its request and vLLM's growing list of its output) ⇄ moved ─▶ removed
+
+For a request of which no token can be sampled, vLLM has no channel for an error from its worker to the host, which ends
+it. The worker appends to a file before the step's tokens leave it, so that the host, when it has a token, has the
+failure as well: it never emits a token that was not sampled.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
+from engine import failpoints
+from engine.core.messages import ErrorKind
+from engine.sampling import sampler
+from engine.sampling.grammar_masks import warm_up_masks
+from engine.scheduling.request import Request
 from vllm_engine.grammars import State, worker_grammars
 from vllm_engine.kv_messages import KVSetup
 from vllm_engine.kv_worker import distinct
 from vllm_engine.requests import read_sampled_request
+from vllm_engine.start import FOLDER
 
 if TYPE_CHECKING:
     from vllm_engine.connector import VllmKVConnector
 
+_FILE = "failed_requests"
+_Failure = tuple[str, ErrorKind | None]
+_NOTHING_ALLOWED: _Failure = "its parameters or its constraint exclude every token", "nothing_allowed"
+_NOT_FINITE: _Failure = "the model's logits are not finite: no token can be sampled", None
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    output: list[int]
+    """Owned by vLLM, which appends each token."""
+    num_taken: int = 0
+
+    def update(self) -> Request:
+        self.request.token_ids += self.output[self.num_taken :]
+        self.num_taken = len(self.output)
+        return self.request
+
+
+class PositionSampling(LogitsProcessor):
+    """Samples the tokens of all requests in vLLM's batch."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        del is_pin_memory
+        if device.type == "cpu":
+            sampler.prepare()
+        model = vllm_config.model_config
+        self._sampler = sampler.TokenSampler()
+        self._grammars = worker_grammars(Path(model.model), model.get_vocab_size())
+        self._failures = FailureLog(Path(os.environ[FOLDER]))
+        self._rows: dict[int, _Row] = {}
+        self._is_warm = False
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self._rows, batch_update, self._row)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits`: [requests in the batch, vocab], float32."""
+        failpoints.hit("engine.step")
+        rows = [row for row in sorted(self._rows) if row < len(logits)]
+        if not rows:
+            return logits
+        if not self._is_warm:  # in the host's warm-up, whose logits are those of all requests
+            warm_up_masks(logits)
+            self._is_warm = True
+        requests = [self._rows[row].update() for row in rows]
+        best = logits.amax(dim=-1)  # before the requests' parameters change them
+        sampled = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], requests).token_ids
+        for row, request in zip(rows, requests, strict=True):
+            token_ids = sampled.get(request.request_id)
+            if token_ids is None:
+                self._failures.add(request.request_id, is_finite=math.isfinite(best[row]))
+            logits[row, token_ids[0] if token_ids else 0] = math.inf
+        return logits
+
+    def _row(self, params: Any, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Row | None:
+        sampled = read_sampled_request(params)
+        if sampled is None or prompt_token_ids is None:
+            return None  # vLLM's own, at its start
+        spec = sampled.with_tokens(prompt_token_ids)
+        constraint = spec.params.constraint
+        grammar = None if constraint is None else self._grammars.grammar(constraint)
+        spec = msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, logprobs=None))  # vLLM's
+        return _Row(Request.from_spec(spec, arrival=0, fingerprint="", grammar=grammar), output_token_ids)
+
+
+class FailureLog:
+    """The writing end, one for each worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def add(self, request_id: str, *, is_finite: bool) -> None:
+        """`is_finite`: so were the model's logits, before the request's parameters changed them. One short write, which
+        the system does not divide."""
+        os.write(self._fd, f"{request_id} {int(is_finite)}\n".encode())
+
+
+class FailedRequests:
+    """The reading end. A look costs one system call while nothing has failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / _FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._num_read = 0
+        self._failures: dict[str, _Failure] = {}
+
+    def take(self, request_id: str) -> _Failure | None:
+        """The error of this request, if it has failed."""
+        if os.fstat(self._fd).st_size > self._num_read:
+            text = os.pread(self._fd, os.fstat(self._fd).st_size - self._num_read, self._num_read)
+            self._num_read += len(text)
+            for failed_id, is_finite in (line.split() for line in text.decode().splitlines()):
+                cause = _NOTHING_ALLOWED if is_finite == "1" else _NOT_FINITE
+                self._failures.setdefault(failed_id, cause)  # later ones are of tokens after it
+        return self._failures.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self._failures.pop(request_id, None)
+
 
 class WorkerFacts:
-    """Mixed into vLLM's worker class; called by `AsyncLLM.collective_rpc`."""
+    """Mixed into vLLM's worker class, which alone knows attention backend and KV memory as they are; called by
+    `AsyncLLM.collective_rpc`."""
 
     model_config: Any
     model_runner: Any

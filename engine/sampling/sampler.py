@@ -1,5 +1,5 @@
 """Sampling: a pure function of the logits and of (seed, choice, absolute position). Both engines use `TokenSampler`
-(vllm_engine/sampling.py).
+(vllm_engine/worker.py).
 
     raw logits ─▶ biases and penalties (penalties.py; rows with log-probabilities keep a raw copy)
     ─▶ constraints (grammar_masks.py) ─▶ tokens (`sample`) ─▶ log-probabilities of the raw logits (logprobs.py)

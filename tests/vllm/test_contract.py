@@ -38,20 +38,20 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.errors import EngineError
-from vllm_engine import arguments, supported
+from vllm_engine import start, supported
 from vllm_engine.connector import VllmKVConnector
 from vllm_engine.kv_worker import whole_blocks
 
 def refused(**given):
     try:
-        arguments.engine_arguments(EngineConfig(model="m", vllm_args=given))
+        start.engine_arguments(EngineConfig(model="m", vllm_args=given))
     except EngineError as error:
         return str(error)
 
 def refused_connector(class_path, **given):
     config = EngineConfig(model="m", kv_connector=KVConnectorConfig(class_path=class_path), vllm_args=given)
     try:
-        arguments.engine_arguments(config)
+        start.engine_arguments(config)
     except EngineError as error:
         return str(error)
 
@@ -83,7 +83,7 @@ def pages(kernel_block_size, num_blocks=3):
     return [torch.equal(moved.view(torch.int8), raw.view(2, 3, -1)), len(layers[0])]
 
 one = Request("r", [1, 2, 3], SamplingParams(max_tokens=1), None, block_hasher=lambda request: [])
-arguments.engine_arguments(EngineConfig(model="m", vllm_args={"tensor_parallel_size": 2}))
+start.engine_arguments(EngineConfig(model="m", vllm_args={"tensor_parallel_size": 2}))
 print(json.dumps({
     "arguments": fields(AsyncEngineArgs),
     "handled": [*supported.OWN_SETTINGS, *supported.REFUSED, *supported.WORKER_COUNTS],

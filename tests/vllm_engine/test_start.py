@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
-from engine.errors import EngineError, EngineStartError
+from engine.errors import CANNOT_START, EngineError, EngineStartError, start_status
 from vllm_engine.supported import TESTED
+
+
+@pytest.fixture
+def start(names_of_vllm: None) -> Any:
+    return importlib.import_module("vllm_engine.start")
 
 
 async def test_without_vllm_the_log_says_what_to_set(capfd: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +57,27 @@ async def test_an_interpreter_that_cannot_be_run_is_named_and_leaves_no_folder(
     with pytest.raises(EngineError, match=r"engine\.python: .*/python cannot be run: Exec format error"):
         await AsyncEngine.start(EngineConfig(model="m", kind="vllm", python=str(script)))
     assert [*short_folder.iterdir()] == [script]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lasting"),
+    [
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': -9}", False),
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP0': 1}", True),
+        ("max_model_len is -9", True),
+    ],
+)
+def test_a_start_that_a_signal_has_ended_may_succeed_later(start: Any, text: str, is_lasting: bool) -> None:
+    error = start.start_error(RuntimeError(text))
+    assert str(error) == f"vLLM does not start: {text}"
+    assert start_status(error) == (CANNOT_START if is_lasting else 1)
+
+
+def test_an_end_of_vllm_is_no_error_of_its_settings(start: Any) -> None:
+    assert start_status(start.end_error(RuntimeError("EngineCore encountered an issue"))) == 1
+
+
+def test_a_start_without_a_descriptor_may_succeed_later(start: Any) -> None:
+    error = start.start_error(RuntimeError("none"))
+    error.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    assert start_status(error) == 1

@@ -76,7 +76,7 @@ vllm_args: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
-{{/* Rejects what vllm_engine/arguments.py rejects at the start: (dict "root" $ "component" "decode" "spec" its values) */}}
+{{/* Rejects what vllm_engine/start.py rejects at the start: (dict "root" $ "component" "decode" "spec" its values) */}}
 {{- define "tandem.validateVllm" -}}
 {{- $spec := .spec -}}
 {{- $role := .component -}}

@@ -1,22 +1,37 @@
-"""vLLM's arguments and environment, from the configuration of an engine core."""
+"""The start of vLLM, from the configuration of an engine core: its arguments and environment, the process and its
+connector, and what the engine reports of itself."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import difflib
+import hashlib
+import json
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
 from engine.config import EngineConfig, KVConnectorConfig
-from engine.errors import EngineError
+from engine.core.messages import EngineInfo, EngineRequest
+from engine.errors import EngineDeadError, EngineError
+from engine.identity import compute_identity
 from engine.machine import free_host_memory_for_kv
-from vllm_engine.supported import OWN_SETTINGS, REFUSED, WORKER_COUNTS
+from engine.sampling.params import SamplingParams
+from vllm_engine.kv_messages import KVSetup
+from vllm_engine.load import LoadMeter
+from vllm_engine.requests import vllm_input, vllm_params
+from vllm_engine.supported import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS, require_vllm
 
 FOLDER = "TANDEM_VLLM_FOLDER"
 """Environment variable: the private folder that the processes of one vLLM share."""
@@ -27,6 +42,8 @@ _SOCKET_NAME_LEN = 36
 """vLLM's names are UUIDs."""
 _MAX_SOCKET_PATH_LEN = 107
 """Of Linux."""
+_KILLED = re.compile(r"Failed core proc\(s\): \{.*: -\d")
+"""vLLM's words at its start for a process that a signal has ended: its status is negative."""
 _UNTESTED = ("kv_transfer.stores.lmcache", "kv_transfer.multi_connector")
 """Connectors that have not been run with vLLM."""
 
@@ -51,7 +68,7 @@ def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
         "async_scheduling": False,  # the sampling needs a token before it samples the next one
         "scheduling_policy": "priority",
         "max_logprobs": 20,
-        "logits_processors": ["vllm_engine.sampling:PositionSampling"],
+        "logits_processors": ["vllm_engine.worker:PositionSampling"],
         "worker_extension_cls": "vllm_engine.worker.WorkerFacts",
         "disable_log_stats": True,
         "generation_config": "vllm",  # the model's defaults are the router's matter
@@ -85,6 +102,103 @@ def set_environment(config: EngineConfig, folder: Path) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see process.py
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
+
+
+def start(config: EngineConfig, meter: LoadMeter) -> AsyncLLM:
+    """Blocks for seconds to minutes. On the main thread: with the thread that starts them vLLM's processes end."""
+    try:
+        return AsyncLLM.from_engine_args(engine_arguments(config), stat_loggers=[lambda *_: meter])
+    except (RuntimeError, ValueError, OSError) as error:
+        raise start_error(error) from error
+
+
+async def warm_up(engine: AsyncLLM, info: EngineInfo) -> None:
+    """On a GPU vLLM compiles its log-probabilities when they are first used, for one row and for several: for seconds,
+    in which a core that has requests would seem to hang."""
+    params = SamplingParams(max_tokens=1, logprobs=1, ignore_eos=True)
+    for num_rows in (1, 2):
+        requests = [EngineRequest(request_id=f"warm-up-{num_rows}-{row}", prompt_token_ids=[info.vocab_size - 1],
+                                  params=params) for row in range(num_rows)]  # fmt: skip
+        await asyncio.gather(*(_generated(engine, request) for request in requests))
+
+
+async def _generated(engine: AsyncLLM, request: EngineRequest) -> None:
+    async for _ in engine.generate(vllm_input(request), vllm_params(request), request.request_id):
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Implements engine.kv_layout.PageLayout."""
+
+    block_size: int
+    bytes_per_block: int
+    digest: bytes
+
+
+async def engine_info(config: EngineConfig, engine: AsyncLLM) -> EngineInfo:
+    vllm_config = engine.vllm_config
+    cache, model, scheduler = vllm_config.cache_config, vllm_config.model_config, vllm_config.scheduler_config
+    facts = (await engine.collective_rpc("tandem_facts"))[0]
+    shape = json.dumps([facts["kv_shape"][0][1:], facts["kv_dtype"], len(facts["kv_shape"]), cache.block_size])
+    bytes_per_block = facts["kv_bytes"] // cache.num_gpu_blocks
+    layout = _Layout(cache.block_size, bytes_per_block, hashlib.sha256(shape.encode()).digest())
+    attention, kv_dtype = "+".join(facts["attention"]), "+".join(facts["kv_dtype"])
+    text = f"vllm {require_vllm()}, {facts['runner']}, {attention}, KV {kv_dtype}"
+    if given := {name: value for name, value in config.vllm_args.items() if name not in WITHOUT_EFFECT}:
+        text += f", {json.dumps(given, sort_keys=True)}"
+    identity = await asyncio.to_thread(
+        compute_identity,
+        config.model,
+        dtype=str(model.dtype).removeprefix("torch."),
+        layout=layout,
+        load_format=config.load_format,
+        seed=config.seed,
+        engine=text,
+    )
+    return EngineInfo(
+        model_identity=identity,
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        num_blocks=cache.num_gpu_blocks - 1,  # vLLM keeps one for itself
+        bytes_per_block=bytes_per_block,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_connector="null",
+        attention_backend=attention,
+        pid=os.getpid(),
+    )
+
+
+async def connect(config: EngineConfig, engine: AsyncLLM, info: EngineInfo, address: str) -> EngineInfo:
+    """Begin the connector in the worker; `address`: the host's for it. Raises EngineError."""
+    identity = info.model_identity
+    setup = KVSetup(
+        config=config,
+        address=address,
+        fingerprint=identity.fingerprint,
+        block_size=identity.block_size,
+        bytes_per_block=info.bytes_per_block,
+        digest=bytes.fromhex(identity.layout_digest),
+    )
+    try:
+        [name] = await engine.collective_rpc("tandem_connect", args=(msgspec.msgpack.encode(setup),))
+    except VllmDeadError as error:
+        raise end_error(error) from error
+    except Exception as error:  # vLLM's own, with the worker's as text
+        raise EngineError(f"the KV connector cannot be used: {error}") from error
+    return msgspec.structs.replace(info, kv_connector=name)
+
+
+def start_error(error: Exception) -> EngineError:
+    """That of vLLM's start, which raised `error`: of its settings or its model, unless a signal has ended a process."""
+    kind = EngineDeadError if _KILLED.search(str(error)) else EngineError
+    return kind(f"vLLM does not start: {error}")
+
+
+def end_error(error: Exception) -> EngineError:
+    """That of a vLLM that has ended by itself."""
+    return EngineDeadError(f"vLLM has ended: {error}")
 
 
 def _for_sockets(folder: Path) -> str:
