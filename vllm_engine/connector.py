@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
 from vllm_engine.kv_scheduler import SchedulerHalf
-from vllm_engine.kv_worker import StepResults, WorkerHalf, connect, distinct
+from vllm_engine.kv_worker import StepResults, WorkerHalf, distinct
 from vllm_engine.start import MAX_HELD_FRACTION
 
 _BUSY_S = 1.0
@@ -100,7 +100,7 @@ class VllmKVConnector(KVConnectorBase_V1):
 
     def connect(self, setup: KVSetup) -> str:
         """Begin to move KV. Returns the name of Tandem's connector; raises EngineError."""
-        self._worker = connect(self._layers, self._kv_cache_config.num_blocks, setup)
+        self._worker = WorkerHalf(self._layers, self._kv_cache_config.num_blocks, setup)
         return self._worker.name
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

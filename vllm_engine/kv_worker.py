@@ -88,16 +88,17 @@ class StepResults:
 
 
 class WorkerHalf:
-    """Made by `connect`. All but `_run` is called by vLLM's main thread."""
+    """All but `_run` is called by vLLM's main thread."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], setup: KVSetup) -> None:
-        """Raises EngineError where the connector cannot work with this memory."""
+    def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int, setup: KVSetup) -> None:
+        """`layers`: vLLM's KV memory, `num_blocks` each. Raises EngineError where the connector cannot work with it."""
+        pages = [whole_blocks(layer, num_blocks, setup.block_size) for layer in layers]
         set_up_process(setup.config)
         self._fingerprint = setup.fingerprint
         self._block_size = setup.block_size
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._connector: KVConnector = make_connector(setup.config.kv_connector, self._wake)
-        self._connector.register_kv_cache(layers, setup, bytes.fromhex(setup.fingerprint))
+        self._connector.register_kv_cache(pages, setup, bytes.fromhex(setup.fingerprint))
         self_test(self._connector)
         self.name = self._connector.name
         self._is_on_device = layers[0].device.type != "cpu"
@@ -369,12 +370,6 @@ class WorkerHalf:
     def _count(self, **more: int) -> None:
         counted = {name: getattr(self._counts, name) + number for name, number in more.items()}
         self._counts = msgspec.structs.replace(self._counts, **counted)
-
-
-def connect(layers: Sequence[torch.Tensor], num_blocks: int, setup: KVSetup) -> WorkerHalf:
-    """On the model's thread. Raises EngineError for a memory whose blocks are not pages of one size, each layer's
-    contiguous."""
-    return WorkerHalf([whole_blocks(layer, num_blocks, setup.block_size) for layer in layers], setup)
 
 
 def distinct(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:

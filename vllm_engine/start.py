@@ -51,7 +51,9 @@ _UNTESTED = ("kv_transfer.stores.lmcache", "kv_transfer.multi_connector")
 def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
     """Raises EngineError for an argument that vLLM or Tandem does not take."""
     _check(config.vllm_args)
-    backend = None if config.attention_backend == "auto" else config.attention_backend
+    is_cpu = current_platform.is_cpu()
+    # On a CPU vLLM would take nearly all memory, or fail if some of it is in use; on a GPU it chooses well.
+    kv_cache_bytes = config.kv_cache_bytes or (free_host_memory_for_kv() if is_cpu else None)
     arguments: dict[str, Any] = {
         "model": config.model,
         "dtype": config.dtype,
@@ -60,11 +62,11 @@ def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
         "seed": config.seed,
         "block_size": config.block_size,
         "num_gpu_blocks_override": config.num_blocks,
-        "kv_cache_memory_bytes": config.kv_cache_bytes or _kv_cache_bytes(),
+        "kv_cache_memory_bytes": kv_cache_bytes,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "enable_prefix_caching": config.enable_prefix_caching,
-        "attention_backend": backend,
+        "attention_backend": None if config.attention_backend == "auto" else config.attention_backend,
         "async_scheduling": False,  # the sampling needs a token before it samples the next one
         "scheduling_policy": "priority",
         "max_logprobs": 20,
@@ -72,7 +74,7 @@ def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
         "worker_extension_cls": "vllm_engine.worker.WorkerFacts",
         "disable_log_stats": True,
         "generation_config": "vllm",  # the model's defaults are the router's matter
-        "enforce_eager": current_platform.is_cpu(),  # compiling takes a minute there
+        "enforce_eager": is_cpu,  # compiling takes a minute there
         "kv_transfer_config": _kv_transfer_config(config),
         **config.vllm_args,
     }
@@ -229,11 +231,6 @@ def _kv_transfer_config(config: EngineConfig) -> KVTransferConfig | None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={MAX_HELD_FRACTION: config.max_held_fraction},
     )
-
-
-def _kv_cache_bytes() -> int | None:
-    """On a CPU vLLM would take nearly all memory, or fail if some of it is in use; on a GPU it chooses well."""
-    return free_host_memory_for_kv() if current_platform.is_cpu() else None
 
 
 def _check(given: Mapping[str, Any]) -> None:
