@@ -85,10 +85,9 @@ def values_schema(values_text: str, constraints_path: Path) -> str:
     """The schema as JSON. Raises ValueError if a value's type cannot be derived, or a constraint has no value."""
     constraints: dict[str, Schema] = yaml.safe_load(constraints_path.read_text())
     docs = {value.path: value.doc for value in documented(values_text)}
-    unused = dict(constraints)
-    schema = _object(yaml.safe_load(values_text), "", constraints, docs, unused)
-    if unused:
-        raise ValueError(f"{constraints_path.name}: values.yaml has no {', '.join(unused)}")
+    schema = _object(yaml.safe_load(values_text), "", constraints, docs)
+    if constraints:
+        raise ValueError(f"{constraints_path.name}: values.yaml has no {', '.join(constraints)}")
     schema["$defs"] = {
         "latencyBound": {"enum": list(LATENCY_BUCKETS_S)},
         "pool": _partial(schema["properties"]["instance"]),
@@ -99,17 +98,15 @@ def values_schema(values_text: str, constraints_path: Path) -> str:
     return json.dumps({**head, **schema}, indent=1) + "\n"
 
 
-def _object(
-    values: dict[str, Any], above: str, constraints: dict[str, Schema], docs: dict[str, str], unused: dict[str, Schema]
-) -> Schema:
+def _object(values: dict[str, Any], above: str, constraints: dict[str, Schema], docs: dict[str, str]) -> Schema:
+    """The schema of one level. Takes those of `constraints` that it has a value for."""
     properties = {}
     for key, default in values.items():
         path = f"{above}{key}"
         if path in constraints:
-            unused.pop(path)
-            one = dict(constraints[path])
+            one = constraints.pop(path)
         elif isinstance(default, dict) and default:
-            one = _object(default, f"{path}.", constraints, docs, unused)
+            one = _object(default, f"{path}.", constraints, docs)
         elif type(default) in _NAMES:
             one = {"type": _NAMES[type(default)]}
         else:
@@ -157,9 +154,8 @@ def _plain(definition: Any) -> Any:
         return [_plain(item) for item in definition]
     if not isinstance(definition, dict):
         return definition
-    kept = {key: _plain(value) for key, value in definition.items() if key not in ("title", "flag", "required")}
-    kept.pop("default", None)
-    return kept
+    left_out = ("title", "flag", "required", "default")
+    return {key: _plain(value) for key, value in definition.items() if key not in left_out}
 
 
 def with_table(readme: str, values_text: str) -> str:
@@ -173,8 +169,8 @@ def with_table(readme: str, values_text: str) -> str:
 
 
 def _row(value: Value) -> str:
-    default = json.dumps(value.default).replace("|", "\\|")
-    return f"| `{value.path}` | `{default}` | {value.doc.replace('|', chr(92) + '|')} |"
+    default, doc = (text.replace("|", "\\|") for text in (json.dumps(value.default), value.doc))
+    return f"| `{value.path}` | `{default}` | {doc} |"
 
 
 def vllm_arguments() -> str:
