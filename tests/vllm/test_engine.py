@@ -18,14 +18,13 @@ import pytest_asyncio
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.messages import EngineRequest, HoldKV, TokensEvent
-from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tandem.demo import MODEL_DIR as DEMO
+from tests.vllm import engine_pair
 from tests.waiting import Stopwatch, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
-EOS = 2
 NUM_TOKENS = 48
 TEXT = (
     "Once upon a time there was a penguin called Penny who had a tandem, but nobody to sit on the back of it. "
@@ -59,19 +58,9 @@ async def oracle(vllm_config: EngineConfig) -> AsyncIterator[AsyncEngine]:
     await engine.shutdown()
 
 
-_ids = iter(range(10**6))
-
-
 def request(prompt: list[int] = PROMPT, emitted: list[int] | None = None, **fields: Any) -> EngineRequest:
-    params = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **fields.pop("params", {})}
-    return EngineRequest(
-        request_id=f"r{next(_ids)}",
-        prompt_token_ids=prompt,
-        output_token_ids=emitted or [],
-        params=SamplingParams(**params),
-        eos_token_ids=(EOS,),
-        **{"seed": 2**63 + 5, **fields},
-    )
+    params = {"max_tokens": NUM_TOKENS, **fields.pop("params", {})}
+    return engine_pair.request(prompt, emitted, params=params, **{"seed": 2**63 + 5, **fields})
 
 
 async def events(engine: AsyncEngine, asked: EngineRequest) -> list[TokensEvent]:
