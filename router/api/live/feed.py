@@ -49,9 +49,9 @@ class LiveFeed:
         self._num_watchers += 1
         if self._sampling is None and not self._is_closed:
             self._sampling = asyncio.create_task(self._sample(), name="live")
-        seen = 0
+        sampling, seen = self._sampling, 0
         try:
-            while self._sampling is not None:
+            while sampling is not None and sampling is self._sampling:
                 if self._version == seen:
                     await self._published.wait()
                     continue

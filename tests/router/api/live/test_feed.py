@@ -92,3 +92,22 @@ async def test_a_reading_that_fails_ends_the_watches_and_is_logged(
         assert [event async for event in feed.watch()] == []
     assert "no pools" in caplog.text
     assert not feed.is_sampling
+
+
+async def test_a_reading_that_fails_ends_every_watch_though_another_begins_at_once(process_logs: ProcessLogs) -> None:
+    source, begun = Source(), list[asyncio.Future[bytes]]()
+
+    async def read() -> Reading:
+        if source.num_read == 1:
+            begun.append(asyncio.ensure_future(anext(second)))
+            source.num_read += 1
+            raise RuntimeError("no pools")
+        return await source.read()
+
+    feed = LiveFeed(read, interval_s=0.01)
+    async with aclosing(feed.watch()) as first, aclosing(feed.watch()) as second:
+        assert json.loads(await anext(first))["snapshot"]["router"] == {"number": 1}
+        with process_logs.expected("no pools"):
+            assert await anext(first, None) is None
+        assert json.loads(await begun[0])["snapshot"]["router"] == {"number": 3}
+    assert not feed.is_sampling
