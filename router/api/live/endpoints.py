@@ -17,8 +17,8 @@ from fastapi.responses import PlainTextResponse
 
 from router.api.admin import PoolsService
 from router.api.live.feed import LiveFeed
+from router.api.openai.api import add_get
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
-from router.api.openai.routes import add_get
 from router.api.openai.strict_model import StrictModel
 from router.pools.instance_info import Role
 from serving.limits import CONTROL

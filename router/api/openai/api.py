@@ -17,23 +17,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from fastapi import FastAPI, Request, Response, status
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import Field, model_validator
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import InvalidRequest
 from engine.sampling.params import validate_prompt
 from protos.tandem.v1 import generation_pb2
 from router.api.grpc import GenerationService
+from router.api.openai.chat_messages import Message, Tool
 from router.api.openai.errors import HttpError
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.messages_api import CountTokensRequest, MessagesBuilder, MessagesExchange, MessagesRequest
-from router.api.openai.requests import Body, ChatBody, CompletionBody, RequestBody
+from router.api.openai.requests import Body, ChatBody, CompletionBody, Int64, RequestBody, template_variables_on_wire
 from router.api.openai.responses import (
     ChatFormat,
     CompletionFormat,
@@ -45,13 +48,11 @@ from router.api.openai.responses import (
     WholeResponse,
 )
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesExchange, ResponsesRequest
-from router.api.openai.routes import WithoutLastSlash, add_get
 from router.api.openai.strict_model import StrictModel
-from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler, Siblings
-from router.request.validation import check_model, prompt_ids, service_errors, unknown_model
-from serving.errors import Unavailable
+from router.request.validation import ModelLimits, check_model, prompt_ids, service_errors, unknown_model
+from serving.errors import Unavailable, invalid_argument
 from serving.limits import CONTROL
 
 _PROBLEMS = {
@@ -65,8 +66,56 @@ _PRIVATE_NETWORK: dict[str, Any] = (
 """For a public page that calls a private address: Chrome asks first, and older Starlettes have no answer."""
 
 B = TypeVar("B", bound=Body)
-R = TypeVar("R")
-T = TypeVar("T")
+
+
+class TokenizeBody(StrictModel):
+    """The body of /tokenize: a text, or the messages of a chat."""
+
+    renamed: ClassVar = {
+        "text": "prompt", "chat.messages": "messages", "chat.tools": "tools",
+        "template_variables": "chat_template_kwargs",
+    }  # fmt: skip
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] = Field([])
+    """Of the chat."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Of the chat: the template's own switches."""
+    add_special_tokens: bool = True
+    """Of a text: what the tokenizer puts around it. A chat has what its template writes."""
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid_argument("prompt", "exactly one of prompt and messages is required")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) and self.messages is None:
+                raise invalid_argument(name, "requires messages")
+        return self
+
+    def request(self) -> generation_pb2.GenerateRequest:
+        """The prompt alone."""
+        if self.messages is None:
+            return generation_pb2.GenerateRequest(model=self.model, text=self.prompt)
+        chat = {
+            "messages": [message.on_wire() for message in self.messages],
+            "tools": [tool.function.on_wire() for tool in self.tools],
+            "template_variables": template_variables_on_wire(self.chat_template_kwargs),
+        }
+        return generation_pb2.GenerateRequest(model=self.model, chat=chat)  # type: ignore[arg-type]
+
+
+class DetokenizeBody(StrictModel):
+    """The body of /detokenize."""
+
+    renamed: ClassVar = {"prompt": "tokens", "token_ids": "tokens"}
+
+    model: str = ""
+    tokens: list[Int64]
 
 
 class Builder(Protocol):
@@ -153,13 +202,11 @@ class OpenAIApi:
         """The length of a prompt of the Messages API."""
 
         async def handler(exchange: Exchange) -> None:
-            kind = CountTokensRequest
-            body, [request] = await _converted(exchange, kind.parse, lambda body: body.requests(exchange.request_id))
-            limits = self.service.limits()
-            check_model(body.model, self.model)
-            with service_errors():
-                tools = self.model.tools_of(request.chat)
-                ids = await prompt_ids(request, self.model, limits, tools=tools)
+            def parsed(data: bytes) -> generation_pb2.GenerateRequest:
+                return CountTokensRequest.parse(data).requests(exchange.request_id)[0]
+
+            request = await exchange.parsed_body(parsed)
+            ids = await self._prompt_ids(request, self.service.limits())
             await exchange.send_json({"input_tokens": len(ids)})
 
         return self._exchange(handler, CountTokensRequest.renamed, MessagesExchange)
@@ -168,14 +215,13 @@ class OpenAIApi:
         """The token ids of a text or a chat."""
 
         async def handler(exchange: Exchange) -> None:
-            body, request = await _converted(exchange, TokenizeBody.parse, TokenizeBody.request)
+            def parsed(data: bytes) -> tuple[TokenizeBody, generation_pb2.GenerateRequest]:
+                body = TokenizeBody.parse(data)
+                return body, body.request()
+
+            body, request = await exchange.parsed_body(parsed)
             limits = self.service.limits()
-            check_model(body.model, self.model)
-            with service_errors():
-                tools = self.model.tools_of(request.chat)
-                ids = await prompt_ids(
-                    request, self.model, limits, add_special_tokens=body.add_special_tokens, tools=tools
-                )
+            ids = await self._prompt_ids(request, limits, add_special_tokens=body.add_special_tokens)
             strings = [self._texts.of(token_id) for token_id in ids] if body.return_token_strs else None
             sizes = {"count": len(ids), "max_model_len": limits.max_model_len}
             await exchange.send_json({**sizes, "tokens": ids, "token_strs": strings})
@@ -195,6 +241,15 @@ class OpenAIApi:
             await exchange.send_json({"prompt": self._texts.of_all(body.tokens)})
 
         return self._exchange(handler, DetokenizeBody.renamed)
+
+    async def _prompt_ids(
+        self, request: generation_pb2.GenerateRequest, limits: ModelLimits, *, add_special_tokens: bool = True
+    ) -> Sequence[int]:
+        """The tokens of a request that is not run."""
+        check_model(request.model, self.model)
+        with service_errors():
+            tools = self.model.tools_of(request.chat)
+            return await prompt_ids(request, self.model, limits, tools=tools, add_special_tokens=add_special_tokens)
 
     async def version(self) -> Response:
         """The router's version."""
@@ -313,17 +368,28 @@ class OpenAIApi:
         return self._exchange(handler, kind=MessagesExchange if is_anthropics else Exchange)
 
 
-async def _converted(exchange: Exchange, parse: Callable[[bytes], T], convert: Callable[[T], R]) -> tuple[T, R]:
-    """The body and what it becomes, both as `Exchange.parsed_body`: of a large one off the event loop."""
-
-    def both(data: bytes) -> tuple[T, R]:
-        body = parse(data)
-        return body, convert(body)
-
-    return await exchange.parsed_body(both)
-
-
 @functools.cache  # computing a schema takes a tenth of a second
 def _documented(body: type[StrictModel]) -> dict[str, Any]:
     schema = {"application/json": {"schema": body.model_json_schema()}}
     return {"openapi_extra": {"requestBody": {"content": schema, "required": True}}}
+
+
+def add_get(app: FastAPI, path: str, endpoint: Callable[..., Any], *, in_schema: bool = True) -> None:
+    """Routes GET and HEAD of `path` to `endpoint`. The server leaves out the body that answers HEAD."""
+    # One route for both, so that a 405 lists both. In the schema it would be two operations of one name.
+    app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(endpoint)
+    if in_schema:
+        app.get(path)(endpoint)  # never reached
+
+
+class WithoutLastSlash:
+    """Treats a path with slashes at its end as the one without. Starlette would redirect, with the scheme and the
+    host of this port, which behind a proxy are not the client's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)

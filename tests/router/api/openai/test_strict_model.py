@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from router.api.live.endpoints import DrainBody, ResizeBody
+from router.api.openai.api import DetokenizeBody, TokenizeBody
 from router.api.openai.messages_api import CountTokensRequest, MessagesRequest
 from router.api.openai.requests import ChatBody, CompletionBody
 from router.api.openai.responses_api import ResponsesRequest
 from router.api.openai.strict_model import StrictModel
-from router.api.openai.tokenize import DetokenizeBody, TokenizeBody
 from serving.errors import InvalidArgument
 
 USER = {"role": "user", "content": "x"}
