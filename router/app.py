@@ -244,8 +244,7 @@ class RouterApp:
 
     def _page_app(self, api: OpenAIApi, limits: HttpLimits, authorizer: Authorizer) -> FastAPI:
         """The application of the HTTP port with the live page."""
-        from router.api.live.endpoints import LivePage
-        from router.api.live.feed import LiveFeed, router_reading
+        from router.api.live.endpoints import LiveFeed, LivePage, router_reading
 
         self.service.metrics.log = RequestLog()
         operations = self._pools_service

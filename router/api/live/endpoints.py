@@ -1,28 +1,46 @@
-"""The live page's endpoints at the HTTP port, for browsers; docs/live_page.md describes them.
+"""The live page at the HTTP port, and its data as events; docs/live_page.md describes both.
 
-GET  /, /page/{file}                the page itself: no data, so no token
-GET  /live                          the data, as server-sent events
-POST /pools/resize, /pools/drain    the operators' calls of the admin listener
+    GET  /, /page/{file}                the page itself: no data, so no token
+    GET  /live                          the data, as server-sent events: a snapshot, then each second what has changed
+    POST /pools/resize, /pools/drain    the operators' calls of the admin listener
+
+    idle ──the first watcher──▶ sampling: read ─▶ LiveState ─▶ snapshot and patch ─▶ every watcher, then sleep
+     ▲                             └──────────────────── interval_s ◀────────────────────┘
+     └──the last watcher has gone, or `close`
+
+While there is no watcher there is no task, no timer and no state. All watchers share one sampling; one that was too
+slow for a patch gets a snapshot instead, so that a slow client delays only itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.resources import files
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from router.api.admin import PoolsService
-from router.api.live.feed import LiveFeed
+from router.api.grpc import GenerationService
+from router.api.live.state import Json, LiveState, PoolReading, Reading
 from router.api.openai.api import add_get
 from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.strict_model import StrictModel
+from router.autoscaler.observation import samples_of
 from router.pools.instance_info import Role
+from serving.broadcast import Broadcast
 from serving.limits import CONTROL
 
+_log = logging.getLogger(__name__)
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css",
@@ -146,3 +164,136 @@ class LivePage:
         if request.headers.get("if-none-match") == asset.etag:
             return Response(status_code=304, headers=headers)
         return Response(asset.content, media_type=asset.media_type, headers=headers)
+
+
+# The data
+
+
+class LiveFeed:
+    """Belongs to one event loop."""
+
+    def __init__(self, read: Callable[[], Awaitable[Reading]], interval_s: float = 1.0) -> None:
+        self._read = read
+        self._interval_s = interval_s
+        self._published = Broadcast()
+        self._num_watchers = 0
+        self._sampling: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._reset()
+
+    @property
+    def is_sampling(self) -> bool:
+        return self._sampling is not None
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Events as JSON: {"snapshot": state}, then {"patch": RFC 7396} or another snapshot, until `close`."""
+        self._num_watchers += 1
+        if self._sampling is None and not self._is_closed:
+            self._sampling = asyncio.create_task(self._sample(), name="live")
+        sampling, seen = self._sampling, 0
+        try:
+            while sampling is not None and sampling is self._sampling:
+                if self._version == seen:
+                    await self._published.wait()
+                    continue
+                event = self._patch if self._version == seen + 1 and seen else self._snapshot()
+                seen = self._version
+                yield event
+        finally:
+            self._num_watchers -= 1
+            if not self._num_watchers:
+                self._stop()
+
+    def close(self) -> None:
+        """Ends all watches; the router is about to stop. Idempotent."""
+        self._is_closed = True
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._sampling is not None:
+            self._sampling.cancel()
+            self._sampling = None
+            self._reset()
+            self._published.notify()
+
+    def _reset(self) -> None:
+        self._version = 0
+        self._state: Json = {}
+        self._patch = b""
+        self._encoded: bytes | None = None
+
+    async def _sample(self) -> None:
+        states = LiveState()
+        try:
+            while True:
+                state = states.next(await self._read())
+                self._patch = msgspec.json.encode({"patch": patch_of(self._state, state)})
+                self._state, self._encoded = state, None
+                self._version += 1
+                self._published.notify()
+                await asyncio.sleep(self._interval_s)
+        except Exception:
+            _log.exception("the live page's data cannot be read")
+            self._stop()
+
+    def _snapshot(self) -> bytes:
+        if self._encoded is None:
+            self._encoded = msgspec.json.encode({"snapshot": self._state})
+        return self._encoded
+
+
+def patch_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Json:
+    """The JSON merge patch (RFC 7396) that makes `after` of `before`. Null means: the member is gone. So a state has no
+    nulls, and a list is replaced as a whole."""
+    patch: Json = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old = before.get(name)
+        if old is value or old == value:
+            continue
+        patch[name] = patch_of(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return patch
+
+
+async def router_reading(
+    operations: PoolsService, service: GenerationService, is_serving: Callable[[], bool]
+) -> Reading:
+    """The router's state for the live page, on its event loop: the one place that reads it."""
+    sizes = await operations.sizes()  # first: everything after it is one snapshot
+    safeguards, autoscaler, resizer = operations.safeguards, operations.autoscaler, operations.resizer
+    by_role, log = safeguards.pools.by_role, service.metrics.log
+    statuses = autoscaler.statuses if autoscaler is not None else {}
+    assert log is not None, "requests are kept where there is a page"
+    return Reading(
+        at_s=time.time(),
+        now_s=time.monotonic(),
+        router={**_totals(service), "epoch": log.epoch, "serving": is_serving(), "resizable": resizer is not None},
+        pools={
+            role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role)) for role, pool in by_role.items()
+        },
+        instances=[
+            (role, instance.address, sample, operations.out(role, instance) or "")
+            for role, pool in by_role.items()
+            for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
+        ],
+        running=[trace.summary() for trace in log.running.values()],
+        ended=log.ended,
+        changes=tuple(resizer.recent) if resizer is not None else (),
+    )
+
+
+def _totals(service: GenerationService) -> Json:
+    model, admission, metrics = service.model, service.admission, service.metrics
+    return {
+        "model": model.name,
+        "version": version("tandem-llm"),
+        "chat": model.tokenizer is not None and model.tokenizer.chat_template is not None,
+        "in_flight": admission.in_use.num_requests,
+        "queued": admission.num_queued,
+        "received": metrics.num_received,
+        "ended": dict(metrics.ended),
+        "rejected": dict(admission.num_rejected),
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "output_tokens": metrics.num_output_tokens,
+        "retried": metrics.num_retried,
+        "resumed": metrics.num_resumed,
+    }

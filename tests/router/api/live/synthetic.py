@@ -19,8 +19,7 @@ from typing import Any, cast
 from fastapi import FastAPI
 
 from router.api.admin import PoolsService
-from router.api.live.endpoints import LivePage
-from router.api.live.feed import LiveFeed
+from router.api.live.endpoints import LiveFeed, LivePage
 from router.api.live.state import PoolReading, Reading
 from router.api.openai.exchange import HttpLimits
 from router.api.openai.server import HttpServer, HttpSettings

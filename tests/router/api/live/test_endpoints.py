@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import logging
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from router.api.live.state import Json
+from router.api.live.endpoints import LiveFeed, patch_of
+from router.api.live.state import Json, Reading
 from router.api.openai.server import HttpSettings
 from router.app import RouterApp
 from router.config import RouterSection, RouterSettings
 from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from serving.settings import SettingsError
-from tests.router.api.live.merge_patch import patched
+from tests.process_logs import ProcessLogs
+from tests.router.api.live.test_state import WALL_S, reading
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.api.test_security import ALICE, OPERATOR, write_tokens
 from tests.router.conftest import Run
@@ -39,8 +46,7 @@ async def watching(http: httpx.AsyncClient, **headers: str) -> AsyncIterator[Asy
         state: Json = {}
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                [(kind, content)] = json.loads(line.removeprefix("data: ")).items()
-                state = content if kind == "snapshot" else patched(state, content)
+                state = applied(state, line.removeprefix("data: "))
                 yield state
 
     async with http.stream("GET", "/live", headers=headers) as response:
@@ -212,3 +218,143 @@ def test_a_page_without_a_port_is_refused() -> None:
     with pytest.raises(ValueError, match=r"http\.page needs http\.listen"):
         RouterSettings(router=router, http=HttpSettings(page=True))
     assert RouterSettings(router=router, http=HttpSettings(page="auto")).http.listen is None
+
+
+def patched(before: Json, patch: Mapping[str, Any]) -> Json:
+    """`before` with the changes of `patch`; neither is changed."""
+    after = {name: value for name, value in before.items() if patch.get(name, value) is not None}
+    for name, value in patch.items():
+        if isinstance(value, dict):
+            old = before.get(name)
+            after[name] = patched(old if isinstance(old, dict) else {}, value)
+        elif value is not None:
+            after[name] = value
+    return after
+
+
+LEAVES = st.one_of(st.booleans(), st.integers(0, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2), max_size=2))
+STATES = st.recursive(
+    st.dictionaries(st.sampled_from("abc"), LEAVES, max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), st.one_of(LEAVES, inner), max_size=3),
+    max_leaves=8,
+)
+
+
+@given(before=STATES, after=STATES)
+def test_a_patch_makes_one_state_of_the_other(before: Json, after: Json) -> None:
+    was = copy.deepcopy(before)
+    assert patched(before, patch_of(before, after)) == after
+    assert before == was
+    assert patch_of(after, copy.deepcopy(after)) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "patch", "after"),
+    [
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d", "c": None}}, {"a": {"b": "d"}}),
+        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+        ({"e": 1}, {"a": {"bb": {"ccc": None}}}, {"e": 1, "a": {"bb": {}}}),
+        ({"a": "foo"}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+    ],
+)
+def test_patches_are_applied_as_in_the_rfc(before: Json, patch: dict[str, Any], after: Json) -> None:
+    assert patched(before, patch) == after
+
+
+class Source:
+    """Readings that count themselves."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    async def read(self) -> Reading:
+        self.num_read += 1
+        return reading(float(self.num_read), router={"number": self.num_read})
+
+
+def applied(state: Json, event: str | bytes) -> Json:
+    [(kind, content)] = json.loads(event).items()
+    return content if kind == "snapshot" else patched(state, content)
+
+
+async def test_watchers_share_one_sampling_that_ends_with_the_last_of_them() -> None:
+    source = Source()
+    feed = LiveFeed(source.read, interval_s=0.01)
+    assert not feed.is_sampling
+    before = asyncio.all_tasks()
+    async with aclosing(feed.watch()) as first, aclosing(feed.watch()) as second:
+        states: list[Json] = [{}, {}]
+        for _ in range(5):
+            for index, watch in enumerate((first, second)):
+                states[index] = applied(states[index], await anext(watch))
+        for state in states:
+            assert state["at"] == WALL_S + state["router"]["number"], "all of it is of one reading"
+        assert states[1]["router"]["number"] <= source.num_read, "one reading for both"
+    assert not feed.is_sampling
+    await until(lambda: asyncio.all_tasks() == before)
+    num_read = source.num_read
+    async with aclosing(feed.watch()) as again:
+        assert "snapshot" in json.loads(await anext(again))
+        assert source.num_read == num_read + 1
+
+
+async def test_a_slow_watcher_gets_a_snapshot_and_others_patches() -> None:
+    source = Source()
+    feed = LiveFeed(source.read, interval_s=0.01)
+    async with aclosing(feed.watch()) as watch:
+        state = applied({}, await anext(watch))
+        event = await anext(watch)
+        assert "patch" in json.loads(event)
+        state = applied(state, event)
+        seen = source.num_read
+        await until(lambda: source.num_read >= seen + 3)
+        event = await anext(watch)
+        assert "snapshot" in json.loads(event)
+        assert applied(state, event)["router"]["number"] > seen
+
+
+async def test_a_closed_feed_ends_its_watches_and_takes_no_others() -> None:
+    feed = LiveFeed(Source().read, interval_s=60.0)
+    watch = feed.watch()
+    await anext(watch)
+    waiting = asyncio.ensure_future(anext(watch, None))
+    await asyncio.sleep(0)
+    feed.close()
+    assert await waiting is None
+    assert [event async for event in feed.watch()] == []
+
+
+async def test_a_reading_that_fails_ends_the_watches_and_is_logged(
+    caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
+) -> None:
+    async def read() -> Any:
+        raise RuntimeError("no pools")
+
+    feed = LiveFeed(read)
+    with caplog.at_level(logging.ERROR), process_logs.expected("no pools"):
+        assert [event async for event in feed.watch()] == []
+    assert "no pools" in caplog.text
+    assert not feed.is_sampling
+
+
+async def test_a_reading_that_fails_ends_every_watch_though_another_begins_at_once(process_logs: ProcessLogs) -> None:
+    source, begun = Source(), list[asyncio.Future[bytes]]()
+
+    async def read() -> Reading:
+        if source.num_read == 1:
+            begun.append(asyncio.ensure_future(anext(second)))
+            source.num_read += 1
+            raise RuntimeError("no pools")
+        return await source.read()
+
+    feed = LiveFeed(read, interval_s=0.01)
+    async with aclosing(feed.watch()) as first, aclosing(feed.watch()) as second:
+        assert json.loads(await anext(first))["snapshot"]["router"] == {"number": 1}
+        with process_logs.expected("no pools"):
+            assert await anext(first, None) is None
+        assert json.loads(await begun[0])["snapshot"]["router"] == {"number": 3}
+    assert not feed.is_sampling

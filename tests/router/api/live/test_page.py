@@ -12,8 +12,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from router.api.live.feed import patch_of
-from tests.router.api.live.merge_patch import patched
+from router.api.live.endpoints import patch_of
+from tests.router.api.live.test_endpoints import patched
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "router/api/live/page"
