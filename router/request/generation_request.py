@@ -11,7 +11,6 @@ from engine.sampling.constraints import CONSTRAINTS
 from engine.sampling.params import SamplingParams
 from protos.tandem.v1 import common_pb2
 from router.request.chat import ChatOutput
-from router.request.resume import ResumedChoice
 
 _DEADLINE_MARGIN_S = 0.02
 """Calls end this much before the request does, so that the router ends it and not a timer at the client."""
@@ -73,6 +72,18 @@ class Objectives(NamedTuple):
 
 
 NO_OBJECTIVES = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """One choice of an answer whose router has died, as far as the client has it."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    """Delivered with these ids. Of a finished choice it is not needed, and empty."""
+    is_finished: bool = False
+    fingerprint: str = ""
+    """Of the identity that computed it; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,15 +21,15 @@ import msgspec
 from engine.errors import InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
-from engine.sampling.params import MAX_SEED, SamplingParams, validate, validate_prompt, with_bad_word_ids
+from engine.sampling.params import MAX_SEED, SamplingParams, check_each_id, validate, validate_prompt, with_bad_word_ids
 from engine.text.chat_output import THINK_BEGIN, THINK_END, TOOL_FORMATS, ToolFormat, tool_format_of
+from engine.text.detokenizer import OutputProcessor
 from engine.text.tokenizer import Tokenizer, supports_constraints
 from protos.tandem.v1 import generation_pb2
 from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
 from router.request.chat import ChatOutput, Tools, template_messages
-from router.request.generation_request import GenerationRequest, from_wire
-from router.request.resume import resumed_choices
+from router.request.generation_request import GenerationRequest, ResumedChoice, from_wire
 from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
 
 
@@ -110,11 +110,11 @@ class ModelLimits:
 
 
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_LABEL_ALLOWED = "1..128 of [A-Za-z0-9._-]"
 MAX_PRIORITY = 100
 _MAX_VARIABLES_BYTES = 4096
 _MARK_TOKENS = 16
 """At the end of a prompt: enough for <think> and white space."""
+_MAX_FINGERPRINT_CHARS = 128
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -128,7 +128,7 @@ async def validated(
 ) -> GenerationRequest:
     """The request with every default resolved; `deadline_s` is monotonic. Raises InvalidArgument, NotFound or
     Unsupported."""
-    label = _checked_label(request.request_id) if request.request_id else secrets.token_hex(8)
+    _check_label("request_id", request.request_id)
     check_model(request.model, model)
     shortest = limits.max_model_len
     if request.resume.choices:
@@ -143,17 +143,10 @@ async def validated(
         params = _params(request, model, limits, len(prompt), default, output)
         if request.resume.choices and params.seed is None:
             raise InvalidRequest("sampling.seed", "is missing, and the answer is resumed", "that of its first message")
-        resumed = await resumed_choices(
-            request.resume,
-            params,
-            prompt,
-            model.tokenizer,
-            vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
-        )
+        resumed = await _resumed_choices(request.resume, params, prompt, model.tokenizer, limits)
     seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
     return GenerationRequest(
-        label=label,
+        label=request.request_id or secrets.token_hex(8),
         request_id=secrets.token_hex(16),
         model=model.name,
         prompt_token_ids=tuple(prompt),
@@ -193,11 +186,10 @@ def service_errors() -> Iterator[None]:
         raise FailedPrecondition(str(error)) from error
 
 
-def _checked_label(label: str) -> str:
-    """A request's label; its alphabet is narrow since it appears in logs and metadata."""
-    if not _LABEL.fullmatch(label):
-        raise invalid_argument("request_id", f"{shown(label)} has {len(label)} characters", _LABEL_ALLOWED)
-    return label
+def _check_label(field: str, label: str) -> None:
+    """Its alphabet is narrow since it appears in logs and metadata; empty: none is given."""
+    if label and not _LABEL.fullmatch(label):
+        raise invalid_argument(field, f"{shown(label)} has {len(label)} characters", "1..128 of [A-Za-z0-9._-]")
 
 
 def _check_extras(request: generation_pb2.GenerateRequest) -> None:
@@ -208,9 +200,8 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
     if abs(request.priority) > MAX_PRIORITY:
         allowed = f"-{MAX_PRIORITY}..{MAX_PRIORITY}"
         raise invalid_argument("priority", f"{request.priority} is out of range", allowed)
+    _check_label("lora", request.lora)
     if request.lora:
-        if not _LABEL.fullmatch(request.lora):
-            raise invalid_argument("lora", f"{shown(request.lora)} has {len(request.lora)} characters", _LABEL_ALLOWED)
         raise NotFound(f"lora: adapter {shown(request.lora)} is not supported")
     if request.idempotency_key:
         raise NotSupported("idempotency_key", shown(request.idempotency_key))
@@ -320,3 +311,57 @@ def _params(
         if sampling.best_of > params.n:
             raise NotSupported("best_of", f"best_of={sampling.best_of} > n={params.n}", str(params.n))
     return params
+
+
+# An answer whose router has died continues here:
+#
+#     Resume ──checked──▶ ids ──OutputProcessor──▶ ResumedChoice: ids and the text that was delivered with them
+#
+# The state of a stream is its ids. So a router needs nothing of the one before: the text that is delivered after some
+# ids is a function of those ids alone, as for a stream that continues at another instance.
+
+
+async def _resumed_choices(
+    resume: generation_pb2.Resume,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer | None,
+    limits: ModelLimits,
+) -> Mapping[int, ResumedChoice]:
+    """The choices of `resume` by their index; `params` with max_tokens filled in. Raises InvalidRequest."""
+    resumed: dict[int, ResumedChoice] = {}
+    for index, choice in enumerate(resume.choices):
+        field = f"resume.choices[{index}]"
+        if not 0 <= choice.choice < params.n or choice.choice in resumed:
+            raise InvalidRequest(f"{field}.choice", f"is {choice.choice}", f"each of 0..{params.n - 1} once")
+        if len(choice.fingerprint) > _MAX_FINGERPRINT_CHARS:
+            problem = f"has {len(choice.fingerprint)} characters"
+            raise InvalidRequest(f"{field}.fingerprint", problem, f"at most {_MAX_FINGERPRINT_CHARS}")
+        _check_number(field, len(choice.token_ids), choice.finished, params, limits.max_model_len - len(prompt))
+        ids = tuple(choice.token_ids)
+        check_each_id(f"{field}.token_ids", ids, limits.vocab_size)
+        text = ""
+        if not choice.finished:
+            text = await asyncio.to_thread(_delivered, field, ids, params, prompt, tokenizer)
+        resumed[choice.choice] = ResumedChoice(ids, text, choice.finished, choice.fingerprint)
+    if len(resumed) == params.n and all(choice.is_finished for choice in resumed.values()):
+        raise InvalidRequest("resume", "every choice has finished", "a choice that has not")
+    return resumed
+
+
+def _check_number(field: str, num_ids: int, finished: bool, params: SamplingParams, room: int) -> None:
+    """Before any id is looked at: a message has room for millions. `room`: tokens that fit behind the prompt."""
+    assert params.max_tokens is not None, "validation fills max_tokens in"
+    most = min(params.max_tokens, room) - (not finished)
+    if num_ids > most:
+        problem = f"has {num_ids} ids, of at most {min(params.max_tokens, room)} that the choice can have"
+        raise InvalidRequest(f"{field}.token_ids", problem, f"at most {most}, or finished")
+
+
+def _delivered(
+    field: str, ids: Sequence[int], params: SamplingParams, prompt: Sequence[int], tokenizer: Tokenizer | None
+) -> str:
+    text = OutputProcessor(tokenizer, params, prompt=prompt).replay(ids)
+    if text is None:
+        raise InvalidRequest(f"{field}.token_ids", "contain a stop string: the choice has ended", "finished")
+    return text

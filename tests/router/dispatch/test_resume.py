@@ -16,9 +16,8 @@ from protos.tandem.v1 import generation_pb2
 from router.admission.capacity import Charge
 from router.admission.controller import AdmissionController
 from router.admission.settings import AdmissionSettings
-from router.request.generation_request import GenerationRequest
+from router.request.generation_request import GenerationRequest, ResumedChoice
 from router.request.request_log import RequestLog
-from router.request.resume import ResumedChoice
 from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_fakes_tokenizer, write_model_folder
