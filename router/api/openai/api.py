@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import FastAPI, Request, Response, status
 from fastapi.middleware.cors import CORSMiddleware
@@ -32,9 +32,9 @@ from engine.errors import InvalidRequest
 from engine.sampling.params import validate_prompt
 from protos.tandem.v1 import generation_pb2
 from router.api.grpc import GenerationService
+from router.api.openai.blocks import BlocksBuilder
 from router.api.openai.chat_messages import Message, Tool
-from router.api.openai.errors import HttpError
-from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
+from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpError, HttpLimits
 from router.api.openai.messages_api import CountTokensRequest, MessagesBuilder, MessagesExchange, MessagesRequest
 from router.api.openai.requests import Body, ChatBody, CompletionBody, Int64, RequestBody, template_variables_on_wire
 from router.api.openai.responses import (
@@ -66,6 +66,8 @@ _PRIVATE_NETWORK: dict[str, Any] = (
 """For a public page that calls a private address: Chrome asks first, and older Starlettes have no answer."""
 
 B = TypeVar("B", bound=Body)
+Builder = ResponseBuilder | BlocksBuilder[Any]
+"""Makes the response to one HTTP request out of its calls' messages."""
 
 
 class TokenizeBody(StrictModel):
@@ -116,14 +118,6 @@ class DetokenizeBody(StrictModel):
 
     model: str = ""
     tokens: list[Int64]
-
-
-class Builder(Protocol):
-    """Makes the response to one HTTP request out of its calls' messages."""
-
-    async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None: ...
-
-    async def finish(self, headers: Mapping[str, str]) -> None: ...
 
 
 @dataclass(eq=False)

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from engine.errors import shown
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody
 from router.dispatch.handler import RequestHandler
-from serving.errors import invalid_argument
 
 BodyT = TypeVar("BodyT", bound=FrontBody)
 
@@ -118,10 +116,3 @@ class BlocksBuilder(ABC, Generic[BodyT]):
     @abstractmethod
     async def _send_close(self, block: Block) -> None:
         """A block is complete."""
-
-
-def text_member(item: Mapping[str, Any], name: str, field: str) -> str:
-    """A string among an item's members; `field` names the item in the error."""
-    if not isinstance(value := item.get(name), str):
-        raise invalid_argument(f"{field}.{name}", f"{shown(value)} is not a string", "a string")
-    return value

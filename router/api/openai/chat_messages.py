@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from engine.errors import shown
 from engine.text import chat_template
 from router.api.openai.strict_model import StrictModel
 from router.request.validation import service_errors
@@ -21,6 +22,13 @@ def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] =
     """See engine.text.chat_template. Raises InvalidArgument."""
     with service_errors():
         return chat_template.joined_parts(content, field, kinds)
+
+
+def text_member(item: Mapping[str, Any], name: str, field: str) -> str:
+    """A string among an item's members; `field` names the item in the error."""
+    if not isinstance(value := item.get(name), str):
+        raise invalid_argument(f"{field}.{name}", f"{shown(value)} is not a string", "a string")
+    return value
 
 
 def _content(value: Any) -> Any:

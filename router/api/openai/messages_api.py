@@ -17,10 +17,9 @@ from pydantic import Field, model_validator
 from engine.errors import shown
 from engine.text.chat_template import loads_unicode
 from protos.tandem.v1 import common_pb2
-from router.api.openai.blocks import Block, BlocksBuilder, text_member
-from router.api.openai.chat_messages import joined_parts
-from router.api.openai.errors import body_of, status_of
-from router.api.openai.exchange import Exchange
+from router.api.openai.blocks import Block, BlocksBuilder
+from router.api.openai.chat_messages import joined_parts, text_member
+from router.api.openai.exchange import Exchange, body_of, status_of
 from router.api.openai.requests import FrontBody, Int64
 from router.api.openai.strict_model import StrictModel
 from serving.errors import Aborted, ServiceError, invalid_argument

@@ -21,8 +21,7 @@ from engine.errors import shown
 from engine.sampling.json_schema import json_text
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.chat_messages import Message, NamedTool, Tool
-from router.api.openai.errors import invalid_body
-from router.api.openai.strict_model import StrictModel
+from router.api.openai.strict_model import StrictModel, invalid_body
 from router.request.validation import MAX_PRIORITY
 from serving.errors import ServiceError, invalid_argument
 

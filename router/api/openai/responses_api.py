@@ -20,12 +20,12 @@ from pydantic import BeforeValidator, Field
 from engine.errors import shown
 from engine.text.chat_output import HERMES, THINK_END
 from protos.tandem.v1 import common_pb2, generation_pb2
-from router.api.openai.blocks import Block, BlocksBuilder, text_member
-from router.api.openai.chat_messages import joined_parts
+from router.api.openai.blocks import Block, BlocksBuilder
+from router.api.openai.chat_messages import joined_parts, text_member
 from router.api.openai.exchange import Exchange
 from router.api.openai.requests import FrontBody, Int64, ReasoningEffort, Verbosity
 from router.api.openai.responses import TokenTexts, candidates_of, chat_logprobs
-from router.api.openai.responses_tools import ResponsesTool, ToolChoice, ToolName
+from router.api.openai.responses_tools import ResponsesTool, ToolChoice, ToolName, functions_of, tools_in_chat
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
 from serving.errors import invalid_argument
@@ -125,7 +125,7 @@ class ResponsesRequest(FrontBody):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [function for tool in self.tools for function in tool.in_chat()],
+            "tools": tools_in_chat(self.tools),
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.in_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
@@ -199,7 +199,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
     def __init__(self, exchange: Exchange, body: ResponsesRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(exchange, body, model)
         self._texts = texts
-        self._tool_names = {name.in_chat(): name for tool in body.tools for name in tool.names()}
+        self._tool_names = {name.in_chat(): name for name, _ in functions_of(body.tools)}
         self._pending: list[dict[str, Any]] = []
         """Log-probabilities of tokens that may be of a text that has not come yet."""
         self._logprobs: list[dict[str, Any]] = []

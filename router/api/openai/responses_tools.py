@@ -6,14 +6,13 @@ A chat has functions alone. Those of a namespace are the functions `namespace__n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from engine.errors import shown
-from router.api.openai.errors import FUNCTION, NAMESPACE, WEB_SEARCH
-from router.api.openai.strict_model import StrictModel
+from router.api.openai.strict_model import FUNCTION, NAMESPACE, WEB_SEARCH, StrictModel
 from serving.errors import invalid_argument
 
 _TOOL_CHOICE_FORMS = (
@@ -44,12 +43,6 @@ class FunctionTool(StrictModel):
     output_schema: dict[str, Any] | None = None
     """Has no effect: the model does not see it."""
 
-    def names(self) -> Iterator[ToolName]:
-        yield ToolName("", self.name)
-
-    def in_chat(self) -> Iterator[dict[str, Any]]:
-        yield {"type": "function", "function": self.model_dump(include={"name", "description", "parameters", "strict"})}
-
 
 class NamespaceTool(StrictModel):
     """Functions under a common name, such as those of one MCP server. The model does not see its description."""
@@ -58,13 +51,6 @@ class NamespaceTool(StrictModel):
     name: str = Field(min_length=1)
     description: str | None = None
     tools: list[FunctionTool]
-
-    def names(self) -> Iterator[ToolName]:
-        return (ToolName(self.name, tool.name) for tool in self.tools)
-
-    def in_chat(self) -> Iterator[dict[str, Any]]:
-        for name, tool in zip(self.names(), self.tools, strict=True):
-            yield from tool.model_copy(update={"name": name.in_chat()}).in_chat()
 
 
 class WebSearchTool(StrictModel):
@@ -76,12 +62,6 @@ class WebSearchTool(StrictModel):
     })  # fmt: skip
 
     type: Literal["web_search", "web_search_preview"]
-
-    def names(self) -> Iterator[ToolName]:
-        yield from ()
-
-    def in_chat(self) -> Iterator[dict[str, Any]]:
-        yield from ()
 
 
 _TYPES = ("function", "namespace", "web_search", "web_search_preview")
@@ -100,6 +80,21 @@ ResponsesTool = Annotated[
     | Annotated[WebSearchTool, Tag(WEB_SEARCH)],
     Discriminator(_class_of),
 ]
+
+
+def functions_of(tools: Iterable[ResponsesTool]) -> Iterator[tuple[ToolName, FunctionTool]]:
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            yield ToolName("", tool.name), tool
+        elif isinstance(tool, NamespaceTool):
+            yield from ((ToolName(tool.name, function.name), function) for function in tool.tools)
+
+
+def tools_in_chat(tools: Iterable[ResponsesTool]) -> list[dict[str, Any]]:
+    """The tools of a chat."""
+    members = {"description", "parameters", "strict"}
+    functions = [{"name": name.in_chat(), **tool.model_dump(include=members)} for name, tool in functions_of(tools)]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 class ChosenFunction(StrictModel):

@@ -33,8 +33,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from router.api.openai.errors import HttpError, body_of
-from router.api.openai.exchange import REQUEST_ID_HEADER
+from router.api.openai.exchange import REQUEST_ID_HEADER, HttpError, body_of
 from serving.auth import comparable_names
 from serving.logging import Repeats, valid_request_id
 from serving.settings import Address, Section, SettingsError, format_address, parse_address, setting

@@ -6,7 +6,11 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from router.api.openai.errors import invalid_body
+from engine.errors import shown
+from serving.errors import ServiceError, invalid_argument
+
+UNION_TAGS = FUNCTION, NAMESPACE, WEB_SEARCH = "<function>", "<namespace>", "<web_search>"
+"""Which class a value is validated as; pydantic places them among the names of members."""
 
 
 class StrictModel(BaseModel):
@@ -36,3 +40,18 @@ class StrictModel(BaseModel):
             return cls.model_validate_json(body)
         except ValidationError as error:
             raise invalid_body(error) from None
+
+
+def invalid_body(error: ValidationError) -> ServiceError:
+    """The first of pydantic's errors as an InvalidArgument."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    # tools[0].name of ("tools", 0, "<function>", "name")
+    parts = [part for part in first["loc"] if part not in UNION_TAGS]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    if first["type"] == "json_invalid":
+        return invalid_argument("body", first["msg"], "a JSON object")
+    if first["type"] == "missing":
+        return invalid_argument(field, "is required")
+    if not field:
+        return invalid_argument("body", "is not a JSON object", "a JSON object")
+    return invalid_argument(field, f"{shown(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}")

@@ -11,7 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from router.api.openai.errors import body_of, headers_of, status_of
+from router.api.openai.exchange import body_of, headers_of, status_of
 from router.api.openai.messages_api import MessagesRequest
 from router.api.openai.requests import Body, ChatBody, CompletionBody
 from router.resilience.poison_requests import PoisonRequestRejected
