@@ -30,18 +30,18 @@ from serving.interceptor import Context
 
 
 def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pools_pb2.PoolInstance:
-    view = instance.view()
-    return pools_pb2.PoolInstance(
-        instance_id=instance.info.instance_id if instance.info else "",
+    listed = pools_pb2.PoolInstance(
         address=instance.address,
         role=WIRE_ROLES[role],
         out=out or "",
-        load=view.load.to_wire(view.info.num_blocks) if view else None,
         num_running_here=instance.calls.num_requests,
-        num_blocks=instance.info.num_blocks if instance.info else 0,
-        weights_digest=instance.info.identity.weights_digest if instance.info else "",
-        dtype=instance.info.identity.dtype if instance.info else "",
     )
+    if (info := instance.info) is not None:
+        listed.instance_id, listed.num_blocks = info.instance_id, info.num_blocks
+        listed.weights_digest, listed.dtype = info.identity.weights_digest, info.identity.dtype
+    if (view := instance.view()) is not None:
+        listed.load.CopyFrom(view.load.to_wire(view.info.num_blocks))
+    return listed
 
 
 def unseen(pool: Pool) -> Iterable[pools_pb2.Candidate]:
@@ -199,9 +199,6 @@ class PoolsService:
             last_change=change_of(change) if change is not None else None,
         )
 
-    def _instances(self) -> list[tuple[Role, UpstreamInstance]]:
-        return [(role, instance) for role, pool in self._pools.by_role.items() for instance in pool.instances]
-
     def out(self, role: Role, instance: UpstreamInstance) -> str | None:
         """Why it is not picked: by its load reports, or as an outlier."""
         view = instance.view()
@@ -214,7 +211,7 @@ class PoolsService:
         """The instance with that name or address. Raises InvalidArgument, NotFound or FailedPrecondition."""
         if not name:
             raise invalid_argument("instance", "is empty", "the name or the address of an instance")
-        instances = [instance for _, instance in self._instances()]
+        instances = [instance for pool in self._pools.by_role.values() for instance in pool.instances]
         found = [instance for instance in instances if name in (instance.address, instance.name)]
         processes = {instance.key.epoch if instance.key else instance.address for instance in found}
         if len(processes) > 1:

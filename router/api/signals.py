@@ -19,7 +19,6 @@ from router.pools.instance_info import ROLES, Role
 from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
 
-_POOLS: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 _CHECK_S = 0.1
 """How soon a stream reports that a pool is needed."""
 _PROBLEMS: frozenset[Hold | None] = frozenset({"missing", "stale", "nonsense"})
@@ -119,9 +118,10 @@ class ExternalScaler:
 
 def _pool_of(request: keda.ScaledObjectRef) -> Role:
     name = request.scalerMetadata.get("pool", "")
-    if (role := _POOLS.get(name)) is None:
-        raise invalid_argument("scalerMetadata", f"pool is {name[:64]!r}", "the metadata pool: prefill or pool: decode")
-    return role
+    for role in ROLES.values():
+        if role == name:
+            return role
+    raise invalid_argument("scalerMetadata", f"pool is {name[:64]!r}", "the metadata pool: prefill or pool: decode")
 
 
 def _metric(role: Role) -> str:

@@ -86,7 +86,8 @@ class ResponseWriter:
     def __init__(self, request: GenerationRequest, choices: Sequence[Choice], sink: Sink) -> None:
         self._sink = sink
         self._choices = choices
-        self._on_first_chunk: Callable[[], object] | None = None
+        self.on_first_chunk: Callable[[], object] | None = None
+        """Called once, before the first message is written."""
         self._write_lock = asyncio.Lock()
         self._response = generation_pb2.GenerateResponse(
             request_id=request.label, seed=request.seed, prompt_tokens=request.num_prompt_tokens, model=request.model
@@ -102,10 +103,6 @@ class ResponseWriter:
         self._unsent: list[common_pb2.TokenChunk] = []
         self._scope: asyncio.Timeout | None = None
         self.aborted = False  # whether `abort` ended the work before it was over
-
-    def on_first_chunk(self, callback: Callable[[], object]) -> None:
-        """Calls `callback` once, before the first message is written."""
-        self._on_first_chunk = callback
 
     def abort(self) -> None:
         """Ends the work. Only inside `until_aborted`."""
@@ -130,9 +127,9 @@ class ResponseWriter:
 
     async def emit(self, chunk: common_pb2.TokenChunk) -> None:
         """Returns when the message with `chunk` is on its way. The first one carries seed, prompt length and model."""
-        if self._on_first_chunk is not None:
-            self._on_first_chunk()
-            self._on_first_chunk = None
+        if self.on_first_chunk is not None:
+            self.on_first_chunk()
+            self.on_first_chunk = None
         try:
             await self._write_lock.acquire()
         except asyncio.CancelledError:
@@ -301,7 +298,7 @@ class RequestHandler:
             ticket = await stack.enter_async_context(self.admission.admit(request, self.siblings.one_ended))
             await stack.enter_async_context(self.siblings.running())
             self.trace.admitted()
-            writer.on_first_chunk(lambda: self.admission.prefilled(ticket))
+            writer.on_first_chunk = lambda: self.admission.prefilled(ticket)
             ticket.num_emitted = lambda: self._num_generated
             await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
 
