@@ -131,7 +131,7 @@ async def _measure(load: float, fraction: float, *, worst_case: bool) -> str:
         num_prompt, length = rng.randint(*PROMPT), min(MAX_TOKENS, max(1, round(rng.expovariate(1 / MEAN_OUTPUT))))
         one = _Request(num_prompt, length, loop.create_future(), loop.create_future())
         params = SamplingParams(max_tokens=MAX_TOKENS)
-        request = GenerationRequest("label", "id", "model", (1,) * num_prompt, params, seed=1)
+        request = GenerationRequest("label", "id", "model", (1,) * num_prompt, params)
         try:
             async with admission.admit(request) as ticket:
                 instance.waiting.append(one)

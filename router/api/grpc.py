@@ -69,7 +69,7 @@ class GenerationService:
             eos_token_ids=self.model.defaults.eos_token_ids,
             supports_chat=self.model.tokenizer is not None and self.model.tokenizer.chat_template is not None,
             identity=self.pools.decode_infos()[0].identity.to_wire(),
-            sampling_defaults=to_wire(defaults, None),
+            sampling_defaults=to_wire(defaults),
         )
 
     @property

@@ -90,7 +90,10 @@ class ResponseWriter:
         """Called once, before the first message is written."""
         self._write_lock = asyncio.Lock()
         self._response = generation_pb2.GenerateResponse(
-            request_id=request.label, seed=request.seed, prompt_tokens=request.num_prompt_tokens, model=request.model
+            request_id=request.label,
+            seed=request.params.seed,
+            prompt_tokens=request.num_prompt_tokens,
+            model=request.model,
         )
         self._deltas = None
         if request.chat_output:

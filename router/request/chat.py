@@ -49,8 +49,6 @@ _GAP: dict[str, Any] = {
 """Between the reasoning and JSON. Beside a regular expression the masks of JSON would be slow."""
 _EXACT_GAP = {"type": "const_string", "value": THINK_GAP}
 """Before another constrained answer, which may begin with white space itself."""
-_EXACT = ("regex", "choice", "grammar", "structural_tag")
-"""The constraints whose white space is the client's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +265,6 @@ class ChatOutput:
     """Whether the prompt ends in the middle of it."""
     is_exact: bool = False
     """Whether white space at the beginning of the answer belongs to it."""
-
-    @classmethod
-    def of(
-        cls, sampling: common_pb2.SamplingParams, tools: Tools | None, *, thinks: bool, is_thinking: bool
-    ) -> ChatOutput:
-        """The output of a chat with these parameters of the client, unchecked."""
-        is_exact = sampling.WhichOneof("constraint") in _EXACT and not (tools is not None and tools.is_required)
-        return cls(tools, thinks=thinks, is_thinking=is_thinking, is_exact=is_exact)
 
     def __bool__(self) -> bool:
         return self.tools is not None or self.thinks

@@ -114,7 +114,7 @@ class Choice:
             choice=self.index,
             prompt_token_ids=request.prompt_token_ids,
             emitted_token_ids=self.token_ids,
-            sampling=to_wire(request.params, request.seed),
+            sampling=to_wire(request.params),
             priority=request.instance_priority,
             cache_salt=request.cache_salt,
             step_stretch=step_stretch or 0.0,

@@ -41,11 +41,11 @@ def from_wire(message: common_pb2.SamplingParams, defaults: Mapping[str, Any]) -
     return SamplingParams(**values)
 
 
-def to_wire(params: SamplingParams, seed: int | None) -> common_pb2.SamplingParams:
+def to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
     """For an instance, which has no defaults: every field set but `n`, since each choice is a request of its own."""
-    message = common_pb2.SamplingParams(seed=seed)
+    message = common_pb2.SamplingParams()
     for name in _SCALARS:
-        if name not in ("n", "seed") and (value := getattr(params, name)) is not None:
+        if name != "n" and (value := getattr(params, name)) is not None:
             setattr(message, name, value)
     for name in _LISTS:
         getattr(message, name).extend(getattr(params, name))
@@ -95,7 +95,6 @@ class GenerationRequest:
     model: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # with max_tokens and seed filled in
-    seed: int
     priority: int = 0  # among its tenant's requests
     instance_priority: int = 0  # among all requests of an instance
     cache_salt: str = ""

@@ -114,6 +114,8 @@ MAX_PRIORITY = 100
 _MAX_VARIABLES_BYTES = 4096
 _MARK_TOKENS = 16
 """At the end of a prompt: enough for <think> and white space."""
+_EXACT = ("regex", "choice", "grammar", "structural_tag")
+"""The constraints whose white space is the client's."""
 _MAX_FINGERPRINT_CHARS = 128
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -144,14 +146,14 @@ async def validated(
         if request.resume.choices and params.seed is None:
             raise InvalidRequest("sampling.seed", "is missing, and the answer is resumed", "that of its first message")
         resumed = await _resumed_choices(request.resume, params, prompt, model.tokenizer, limits)
-    seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+    if params.seed is None:
+        params = msgspec.structs.replace(params, seed=secrets.randbelow(MAX_SEED + 1))
     return GenerationRequest(
         label=request.request_id or secrets.token_hex(8),
         request_id=secrets.token_hex(16),
         model=model.name,
         prompt_token_ids=tuple(prompt),
-        params=msgspec.structs.replace(params, seed=seed),
-        seed=seed,
+        params=params,
         priority=request.priority,
         instance_priority=caller.instance_priority(request.priority),
         cache_salt=caller.salt(request.cache_salt),
@@ -268,7 +270,9 @@ def _chat_output(
     if not model.thinks or model.tokenizer is None or not request.HasField("chat"):
         return ChatOutput(tools)
     end = model.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
-    return ChatOutput.of(request.sampling, tools, thinks=True, is_thinking=end.rstrip().endswith(THINK_BEGIN))
+    is_required = tools is not None and tools.is_required
+    is_exact = request.sampling.WhichOneof("constraint") in _EXACT and not is_required
+    return ChatOutput(tools, thinks=True, is_thinking=end.rstrip().endswith(THINK_BEGIN), is_exact=is_exact)
 
 
 def _default_max_tokens(

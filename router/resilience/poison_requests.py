@@ -69,7 +69,9 @@ class Suspect(NamedTuple):
 def content_digest(request: GenerationRequest) -> bytes:
     """Equal for requests that make an instance compute the same, but for the draws."""
     content = hashlib.sha256(array("q", request.prompt_token_ids).tobytes())
-    content.update(to_wire(request.params, None).SerializeToString(deterministic=True))
+    sampling = to_wire(request.params)
+    sampling.ClearField("seed")
+    content.update(sampling.SerializeToString(deterministic=True))
     return content.digest()
 
 

@@ -24,7 +24,7 @@ GUARD_S = 20.0
 
 def request(num_prompt: int = 6, max_tokens: int = 4, *, n: int = 1, **fields: Any) -> GenerationRequest:
     params = SamplingParams(max_tokens=max_tokens, n=n)
-    return GenerationRequest("label", "id", "model", tuple(range(num_prompt)), params, seed=5, **fields)
+    return GenerationRequest("label", "id", "model", tuple(range(num_prompt)), params, **fields)
 
 
 class AdmissionRig:

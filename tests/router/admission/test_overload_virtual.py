@@ -109,7 +109,7 @@ class OverloadScenario:
         mean = self.length_of.get(tenant, NUM_TOKENS)
         params = SamplingParams(max_tokens=mean if self.lengths == "equal" else 4000)
         length = mean if self.lengths == "equal" else min(max(1, round(self.rng.expovariate(1 / mean))), 4000)
-        wanted = GenerationRequest("label", "id", "model", (1,) * 10, params, seed=1, tenant=tenant)
+        wanted = GenerationRequest("label", "id", "model", (1,) * 10, params, tenant=tenant)
         try:
             async with self.admission.admit(wanted) as ticket:
                 record.taken_s = loop.time()

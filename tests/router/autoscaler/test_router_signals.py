@@ -335,10 +335,8 @@ def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
     decode_up_s: float, prefill_up_s: float | None, counts: bool
 ) -> None:
     metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
-    trace, request = (
-        RequestTrace(metrics),
-        GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=20), seed=1),
-    )
+    trace = RequestTrace(metrics)
+    request = GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=20))
     choice = Choice(request, 0)
     trace.picked(plan(decode_up_s, prefill_up_s))
     trace.first_token()
@@ -374,7 +372,7 @@ def test_long_answers_weigh_by_their_tokens() -> None:
 def test_the_start_of_a_later_choice_is_no_gap() -> None:
     """Of four choices, three begin 0.5 s after the first; each has a token every 0.1 s, and one has a single token."""
     params = SamplingParams(max_tokens=20, n=4)
-    request = GenerationRequest("label", "id", "model", (1,), params, seed=1)
+    request = GenerationRequest("label", "id", "model", (1,), params)
     choices = [Choice(request, index) for index in range(4)]
     metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
     trace = RequestTrace(metrics)

@@ -283,7 +283,7 @@ async def test_ids_with_a_stop_string_have_ended(run: Run) -> None:
 async def test_admission_counts_the_prompt_with_what_is_computed_again() -> None:
     params = SamplingParams(max_tokens=50, n=3)
     before = {0: ResumedChoice((1,) * 40, is_finished=True), 1: ResumedChoice((1,) * 20, "text")}
-    request = GenerationRequest("label", "id", "model", (1,) * 100, params, seed=1, resumed=before)
+    request = GenerationRequest("label", "id", "model", (1,) * 100, params, resumed=before)
     assert Charge.of(request, 30, 16) == Charge(2, 2 * 130, 2 * 9, 120)
     assert Charge.of(request, 10, 16).num_output_tokens == 0, "it has got further than expected"
 
@@ -293,7 +293,7 @@ async def test_admission_expects_no_negative_time(lengths: list[int | None], lef
     """`lengths` of choices; None: it has not begun."""
     before = {index: ResumedChoice((1,) * number) for index, number in enumerate(lengths) if number is not None}
     params = SamplingParams(max_tokens=50, n=len(lengths))
-    request = GenerationRequest("label", "id", "model", (1,) * 100, params, seed=1, resumed=before)
+    request = GenerationRequest("label", "id", "model", (1,) * 100, params, resumed=before)
     async with AdmissionController(AdmissionSettings()).admit(request) as ticket:
         most = sum(50 - (number or 0) for number in lengths)
         ticket.num_emitted = lambda: most

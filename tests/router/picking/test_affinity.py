@@ -28,7 +28,7 @@ def view(key: InstanceKey) -> InstanceView:
 
 def request(prompt: list[int], *, salt: str = "", session: str = "") -> GenerationRequest:
     params = SamplingParams(max_tokens=1)
-    return GenerationRequest("l", "r", "m", tuple(prompt), params, 0, cache_salt=salt, session=session)
+    return GenerationRequest("l", "r", "m", tuple(prompt), params, cache_salt=salt, session=session)
 
 
 def affinity(**settings: object) -> Affinity:

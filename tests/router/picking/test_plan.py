@@ -39,7 +39,7 @@ def view(role: Role, name: str = "", throughput: ThroughputEstimate = UNMEASURED
 
 def choice(num_tokens: int = 1000, emitted: int = 0, **params: Any) -> Choice:
     sampling = SamplingParams(**{"max_tokens": 100, **params})
-    request = GenerationRequest("mine", "id", "model", tuple(range(num_tokens)), sampling, seed=7)
+    request = GenerationRequest("mine", "id", "model", tuple(range(num_tokens)), sampling)
     return Choice(request, 0, token_ids=[5] * emitted)
 
 

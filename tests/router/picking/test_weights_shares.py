@@ -37,7 +37,7 @@ PREFILL = [of(OLD, "prefill", "old-p"), of(NEW, "prefill", "new-p")]
 
 def asked(name: str, *, session: str = "") -> Choice:
     sampling = SamplingParams(max_tokens=100)
-    return Choice(GenerationRequest("mine", name, "model", tuple(range(200)), sampling, seed=7, session=session), 0)
+    return Choice(GenerationRequest("mine", name, "model", tuple(range(200)), sampling, session=session), 0)
 
 
 def weights_of(

@@ -64,7 +64,7 @@ def test_a_place_is_room_and_a_slot(num_unreported: int) -> None:
 async def test_a_token_that_comes_after_the_decision_to_move_does_not_pin_the_stream_to_what_it_leaves() -> None:
     key, unused = InstanceKey("a:1", "e"), cast("Any", None)
     instance = cast("Any", SimpleNamespace(calls=InFlightCalls(), key=key, expected=ExpectedInstance("decode")))
-    choice = Choice(GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=5), seed=5), 0)
+    choice = Choice(GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=5)), 0)
     choice.begin_attempt()
     async with DecodeCall(instance, key, choice, unused, move_target=lambda: instance) as call:
         call._joined = cast("Any", SimpleNamespace(leave=lambda number: None)), unused

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import msgspec
 import pytest
 from pydantic import ValidationError
 
@@ -18,7 +17,7 @@ from router.request.generation_request import GenerationRequest, from_wire, to_w
 
 
 def choice(max_tokens: int = 10, **params: Any) -> Choice:
-    request = GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=max_tokens, **params), seed=5)
+    request = GenerationRequest("l", "r", "m", (1, 2, 3), SamplingParams(max_tokens=max_tokens, **params))
     begun = Choice(request, index=1)
     begun.begin_attempt()
     return begun
@@ -190,7 +189,7 @@ def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
         logit_bias={3: -1.0}, allowed_token_ids=(1, 2), bad_words=("x",),
         bad_word_ids=((5,), (6, 7)),
     )  # fmt: skip
-    wire = to_wire(params, params.seed)
+    wire = to_wire(params)
     assert not wire.HasField("n")
     wire.n = 3
     assert from_wire(wire, {}) == params
@@ -202,7 +201,7 @@ def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
 )
 def test_a_constraint_survives_the_way_to_the_instance(constraint: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=None, **constraint)
-    assert from_wire(to_wire(params, 1), {}) == msgspec.structs.replace(params, seed=1)
+    assert from_wire(to_wire(params), {}) == params
 
 
 def test_values_of_the_request_override_the_models_defaults() -> None:

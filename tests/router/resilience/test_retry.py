@@ -236,7 +236,7 @@ async def test_a_resumption_never_waits_but_retries_wait_for_it() -> None:
 
 
 async def test_a_choice_that_pauses_keeps_no_permit(run: Run) -> None:
-    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1), 0), 0)
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
     async with run() as rig:
         safeguards = rig.app.safeguards
         with Guard(safeguards, choice) as guard, RequestTrace().choice(0, guard) as trace:

@@ -273,7 +273,7 @@ async def test_a_prefill_instance_that_fails_is_ejected_also_where_it_serves_alo
 async def test_a_process_that_has_left_its_pool_counts_for_the_pool_that_was_called(run: Run) -> None:
     """Another process may answer at its address before the failure of the call is handled."""
     gone = InstanceKey("127.0.0.1:1", "earlier")
-    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1), 0), 0)
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
     async with run(prefill=1, decode=1) as rig:
         safeguards = rig.app.safeguards
         with Guard(safeguards, choice) as guard:
