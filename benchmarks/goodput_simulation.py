@@ -30,7 +30,7 @@ import click
 from engine.core.messages import StepCost
 from engine.scheduling import step_budget
 from engine.scheduling.step_budget import Prompt, Stream
-from engine.scheduling.step_cost import StepCostEstimator
+from engine.scheduling.step_cost import RecentRate, StepCostEstimator
 from router.picking.placement import STEP_STRETCH, Goal, Site, place
 from router.picking.settings import DisaggregationSettings
 
@@ -128,6 +128,7 @@ class Instance:
     is_stepping: bool = False
     estimator: StepCostEstimator = field(default_factory=StepCostEstimator)
     assigned: deque[tuple[float, int]] = field(default_factory=deque)
+    prefill_rate: RecentRate = field(default_factory=RecentRate)
 
     @property
     def hardware(self) -> Hardware:
@@ -211,7 +212,10 @@ class Instance:
             self.prompts.sort(key=lambda one: one.is_late)
             planned = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = any(one.is_late for one in self.prompts)
-        return step_budget.prompt_budget(cost, streams, len(streams), planned, max_tokens, are_late=are_late)
+        prefill_per_s = self.prefill_rate.per_s(now_s)
+        return step_budget.prompt_budget(
+            cost, streams, len(streams), planned, max_tokens, are_late=are_late, prefill_per_s=prefill_per_s
+        )
 
     def _stretched(self) -> int:
         num_streams, num_tokens = len(self.streams), None
@@ -224,6 +228,7 @@ class Instance:
             self._token(request)
         for request, num_tokens in shares:
             request.num_left -= num_tokens
+            self.prefill_rate.add(num_tokens, self.simulation.now_s)
             if not request.num_left:
                 self.prompts.remove(request)
                 self._token(request)

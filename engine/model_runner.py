@@ -20,7 +20,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import SamplingRow, TokenSampler, sample
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
-from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput, needs_prompt_logprobs
+from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, SchedulerOutput
 
 
 class ModelRunner:
@@ -39,7 +39,7 @@ class ModelRunner:
         shares = output.scheduled
         queries = [query for share in shares for query in _queries(share)]
         sampling = [index for index, query in enumerate(queries) if query.samples]
-        is_whole = any(needs_prompt_logprobs(share.request) for share in shares)
+        is_whole = any(share.request.needs_prompt_logprobs for share in shares)
         inputs = self._inputs(queries, None if is_whole else np.array(sampling, np.int64))
         hidden = self._executor.forward(inputs)
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)

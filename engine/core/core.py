@@ -235,10 +235,12 @@ class EngineCore:
         """Apply the result of `compute`."""
         self.scheduler.update_from_output(self._output, self._sampled)
         self._connector.start_io()
-        seconds, output = time.monotonic() - self._started, self._output
+        now, output = time.monotonic(), self._output
+        seconds, num_prompt_tokens = now - self._started, output.num_tokens - output.num_streams
         self.step_time.record(seconds, output.num_tokens)
-        self._step_cost.record(seconds, output.num_streams, output.num_tokens - output.num_streams)
+        self._step_cost.record(seconds, output.num_streams, num_prompt_tokens)
         self.scheduler.step_cost = self._step_cost.cost
+        self.scheduler.prefill_rate.add(num_prompt_tokens, now)
         self.scheduler.drafter.record(output, seconds)
 
     def poll_connector(self) -> None:

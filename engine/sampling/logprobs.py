@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.core.messages import TokenLogprob
 from engine.scheduling.request import Request
-from engine.scheduling.scheduler_output import ScheduledRequest, needs_prompt_logprobs
+from engine.scheduling.scheduler_output import ScheduledRequest
 
 _ROWS = 64
 """Positions that are computed at the same time. The logits of a whole chunk would take a gigabyte, and the candidates
@@ -113,7 +113,7 @@ class PromptLogprobs:
         end = 0
         for share in shares:
             first, end = end, end + share.num_tokens + len(share.draft)
-            if needs_prompt_logprobs(share.request):
+            if share.request.needs_prompt_logprobs:
                 positions = self._add(share, hidden, first)
                 if share.samples:
                     complete[share.request.request_id] = positions

@@ -139,6 +139,13 @@ class Request:
         return self.num_uncomputed_tokens > 1
 
     @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Its next token must come with log-probabilities of its whole prompt."""
+        spec = self.spec
+        is_asked = spec.params.prompt_logprobs is not None and spec.choice == 0 and spec.remote_kv is None
+        return is_asked and self.num_output_tokens == 0
+
+    @property
     def ttft_s(self) -> float:
         """The objective of its first token; infinite without one, and where that token does not come from here."""
         if self.spec.ttft_s is None or self.spec.remote_kv is not None or self.num_output_tokens:

@@ -25,14 +25,8 @@ from engine.scheduling import step_budget
 from engine.scheduling.drafts import Drafter
 from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.scheduler_output import (
-    QueueLoad,
-    Sampled,
-    ScheduledRequest,
-    SchedulerCounters,
-    SchedulerOutput,
-    needs_prompt_logprobs,
-)
+from engine.scheduling.scheduler_output import QueueLoad, Sampled, ScheduledRequest, SchedulerCounters, SchedulerOutput
+from engine.scheduling.step_cost import RecentRate
 from engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -55,7 +49,8 @@ class Scheduler:
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafter: Drafter = field(default_factory=Drafter)
     step_cost: StepCost | None = None
-    """Set by the owner as it is measured."""
+    prefill_rate: RecentRate = field(default_factory=RecentRate)
+    """Both are measured by the owner."""
     _events: list[Event] = field(default_factory=list)
     _now: float = 0.0
     _is_step_open: bool = False
@@ -166,8 +161,7 @@ class Scheduler:
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
         """Apply a step's result: progress, new tokens, finished requests. `sampled` has tokens for each share that
         samples, unless its logits were not finite."""
-        self.counters.step_computed(output.num_tokens)
-        self.counters.num_draft_tokens += sum(len(share.draft) for share in output.scheduled)
+        self.counters.step_computed(output.num_tokens, sum(len(share.draft) for share in output.scheduled))
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
@@ -221,19 +215,22 @@ class Scheduler:
     def _prompt_budget(self, streams: list[Request], prompts: list[Request]) -> int:
         """Prompt tokens of the next step, so that requests with objectives meet them, and those that have waited for a
         grammar do not stop the streams (step_budget.py)."""
-        cost, max_tokens = self.step_cost, self.config.max_num_batched_tokens
+        cost, max_tokens, now = self.step_cost, self.config.max_num_batched_tokens, self._now
         bounds = (self._num_entering_tokens(streams, prompts), self._num_stretched_tokens(streams, prompts))
         num_calm = min((bound for bound in bounds if bound is not None), default=None)
-        paced = [request.paced(self._now) for request in streams if request.spec.itl_s is not None]
+        paced = [request.paced(now) for request in streams if request.spec.itl_s is not None]
         candidates = [*(request for request in prompts if not request.is_late), *self.waiting.first_on_time()]
         if cost is None or not (paced or any(request.has_ttft for request in candidates)):
             return min(max_tokens, num_calm or max_tokens)
-        planned = [request.planned(self._now) for request in candidates]
+        planned = [request.planned(now) for request in candidates]
         late = set(step_budget.late(cost, len(streams), planned, max_tokens))
         self._put_last([candidates[index] for index in late])
         left = [prompt for index, prompt in enumerate(planned) if index not in late]
         are_late = bool(paced) and any(request.is_late for request in chain(prompts, self.waiting.with_ttft))
-        return step_budget.prompt_budget(cost, paced, len(streams), left, max_tokens, num_calm, are_late=are_late)
+        rate = self.prefill_rate.per_s(now)
+        return step_budget.prompt_budget(
+            cost, paced, len(streams), left, max_tokens, num_calm, are_late=are_late, prefill_per_s=rate
+        )
 
     def _put_last(self, late: list[Request]) -> None:
         """These prompts are late. Those running but untouched wait again, unless the connector knows their blocks."""
@@ -301,7 +298,7 @@ class Scheduler:
     def _adopt(self, request: Request) -> None:
         """Skip what others have computed since this prompt was admitted, as when prompts with the same beginning have
         looked for it in a store at the same time."""
-        if not request.is_prompt or request.status is not RequestStatus.RUNNING or needs_prompt_logprobs(request):
+        if not request.is_prompt or request.status is not RequestStatus.RUNNING or request.needs_prompt_logprobs:
             return
         if request.is_offered or request.spec.remote_kv is not None:
             return
@@ -357,14 +354,14 @@ class Scheduler:
 
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens to load through the connector, past the first `num_computed_tokens`."""
-        if request.loaded or needs_prompt_logprobs(request):
+        if request.loaded or request.needs_prompt_logprobs:
             return 0
         return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def _allocate_first(self, request: Request, budget: int) -> bool:
         """Allocate a waiting request's first blocks, prefix hits included. False, without effect: too few blocks."""
         max_hit = request.num_initial_tokens if request.awaits_kv else request.num_tokens - 1
-        max_hit = 0 if needs_prompt_logprobs(request) else max_hit
+        max_hit = 0 if request.needs_prompt_logprobs else max_hit
         is_whole, is_filled = request.is_handed_over, request.awaits_kv
         prefix = self.kv.find_prefix(request, max_hit, is_whole=is_whole, is_filled=is_filled)
         if not is_filled and self._num_external_tokens(request, len(prefix) * self.kv.block_size):

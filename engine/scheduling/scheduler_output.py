@@ -61,13 +61,6 @@ class LogitsRow(NamedTuple):
         return self.request.num_output_tokens + len(self.drafted)
 
 
-def needs_prompt_logprobs(request: Request) -> bool:
-    """Whether the request's next token must come with log-probabilities of its whole prompt."""
-    spec = request.spec
-    is_asked = spec.params.prompt_logprobs is not None and spec.choice == 0 and spec.remote_kv is None
-    return is_asked and request.num_output_tokens == 0
-
-
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The tokens sampled in a step, by request id."""
@@ -116,9 +109,10 @@ class SchedulerCounters(msgspec.Struct):
     num_step_tokens: int = 0
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
-    def step_computed(self, num_tokens: int) -> None:
+    def step_computed(self, num_tokens: int, num_draft_tokens: int = 0) -> None:
         self.num_steps += 1
         self.num_step_tokens += num_tokens
+        self.num_draft_tokens += num_draft_tokens
         self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
     def tokens_generated(self, num_tokens: int) -> None:

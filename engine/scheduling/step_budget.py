@@ -2,20 +2,25 @@
 
 A stream's tokens should come within its inter-token objective, a prompt's first token within its TTFT objective:
 
+    bare step                    = base + per_stream * streams
     step time allowed by streams = the least of min(m S, max(0.7 S, slack)) over the streams
-    tokens allowed by streams    = (that - base - per_stream * streams) / per_token
+    tokens allowed by streams    = (that - bare step) / per_token
+    unhurried tokens             = the most of: those allowed for m = 0.5, those of a step 2.5 times the bare one, and
+                                   those that compute 1.5 times the prompt tokens of the last seconds;
+                                   but not more than are allowed for m = 1
     needed tokens                = those with which each prompt is computed in 0.8 of the time that it has left
-    calm tokens                  = needed tokens, but not fewer than streams allow for m = 1, nor more than for m = 2
+    calm tokens                  = the more of these two, but not more than are allowed for m = 2
     urgent tokens                = up to a prompt that is on time only at full speed from now on
-    prompt tokens                = the larger of the last two, at most max_tokens
+    prompt tokens                = the more of calm and urgent, at most max_tokens
 
 Fewer than 16 are none where the streams soon have time for 16: a step with a few tokens takes much longer than one
 without, and neither the streams nor the prompts would get on.
 
 The slack of a stream is the time until its next token is due, had all come at 0.95 S since its first: after a step that
-took longer than planned the next one is shorter. A stream that is ahead allows longer steps, which waste less time on
-what a step costs without prompts, but each is a gap in the stream: they are taken where prompts need them, and while
-prompts are late, since an engine with too much to do has no time to waste. Urgent tokens are the guard against
+took longer than planned the next one is shorter. Longer steps waste less time on what a step costs without prompts, but
+each is a gap in the streams. So an engine with little to do takes short ones (2.5: three fifths of the time go to the
+prompts), and one with more to do longer ones, up to S. Where streams are ahead, steps are longer than S while prompts
+need them or are late, since an engine with too much to do has no time to waste. Urgent tokens are the guard against
 saturation: bounded by the streams alone, an engine computes fewer prompt tokens than arrive, and in the end no request
 meets its TTFT. It acts late and at once: until then the streams run undisturbed, and some end, and one long
 interruption costs fewer streams their objective than many that are somewhat too long. It acts only where it saves at
@@ -48,9 +53,15 @@ MIN_TOKENS = 16
 """A step beside streams takes at least so many prompt tokens, or none."""
 PACE = 0.95
 """Of the objective: where a stream's tokens are aimed."""
-_MIN_PACED, _UNHURRIED, _MAX_PACED = 0.7, 1.0, 2.0
-"""Times the objective: the steps of streams that are behind, and of those that are ahead, without and with prompts that
-need longer ones."""
+_MIN_PACED, _MAX_PACED = 0.7, 2.0
+"""Times the objective: the steps of streams that are behind, and of those that are ahead of it beside prompts that need
+longer ones."""
+_MIN_UNHURRIED, _MAX_UNHURRIED = 0.5, 1.0
+"""Times the objective: steps where no prompt needs longer ones."""
+_BARE_STEPS = 2.5
+"""How many bare steps an unhurried one may last. In shorter ones prompts get too little of the time."""
+_GROWTH = 1.5
+"""Times the prompt tokens of the last seconds: what unhurried steps can compute, so that none accumulate."""
 _NEEDED = 0.8
 """Of the time that a prompt has left, and of which it takes what it needs."""
 _LOST_S = 0.2
@@ -100,19 +111,24 @@ def prompt_budget(
     num_calm: int | None = None,
     *,
     are_late: bool = False,
+    prefill_per_s: float = 0.0,
 ) -> int:
     """Prompt tokens of the next step, at most `max_tokens`, beside `num_streams` streams of which `streams` have an
     objective. Without an objective or a fitted cost it is `num_calm`, which urgent prompts alone exceed. `prompts` are
-    those on time; `are_late`: others are not."""
+    those on time; `are_late`: others are not. `prefill_per_s`: prompt tokens computed per second lately."""
     calm = max_tokens if num_calm is None else min(num_calm, max_tokens)
     if cost is None or cost.per_token_s <= 0:
         return calm
     prompts = list(prompts)
     if streams:
-        unhurried, most = (
-            (_paced_s(streams, longest) - cost.seconds(num_streams)) / cost.per_token_s
-            for longest in (_UNHURRIED, _MAX_PACED)
+        bare_s = cost.seconds(num_streams)
+        least, allowed, most = (
+            (_paced_s(streams, longest) - bare_s) / cost.per_token_s
+            for longest in (_MIN_UNHURRIED, _MAX_UNHURRIED, _MAX_PACED)
         )
+        cheap = (_BARE_STEPS - 1) * bare_s / cost.per_token_s
+        usual = _num_at(_GROWTH * prefill_per_s, cost, num_streams)
+        unhurried = min(max(least, cheap, usual, MIN_TOKENS), allowed)
         needed = math.inf if are_late else _num_needed(cost, num_streams, prompts)
         paced = min(max(unhurried, needed), most, max_tokens)
         calm = min(calm, int(paced) if paced >= MIN_TOKENS else _num_least(cost, num_streams, streams))
@@ -209,6 +225,11 @@ def _num_needed(cost: StepCost, num_streams: int, prompts: Iterable[Prompt]) -> 
     for num_tokens, left_s in prompts:
         ahead += num_tokens
         per_s = max(per_s, ahead / (_NEEDED * left_s) if 0 < left_s < math.inf else math.inf)
+    return _num_at(per_s, cost, num_streams)
+
+
+def _num_at(per_s: float, cost: StepCost, num_streams: int) -> float:
+    """Tokens of each step with which `per_s` are computed in a second. Infinite where no step is long enough."""
     prompt_part = per_s * cost.per_token_s
     return per_s * cost.seconds(num_streams) / (1 - prompt_part) if prompt_part < 1 else math.inf
 

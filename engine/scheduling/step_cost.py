@@ -105,6 +105,23 @@ def _least_squares(points: npt.NDArray[np.float64], weights: npt.NDArray[np.floa
     return [float(value) for value in solution]
 
 
+class RecentRate:
+    """Tokens per second, those of the last seconds weighing most: a sum that decays to a third in `decay_s`."""
+
+    def __init__(self, decay_s: float = 5.0) -> None:
+        self._decay_s = decay_s
+        self._sum, self._at_s = 0.0, 0.0
+
+    def add(self, num_tokens: int, now_s: float) -> None:
+        self._sum, self._at_s = self._decayed(now_s) + num_tokens, now_s
+
+    def per_s(self, now_s: float) -> float:
+        return self._decayed(now_s) / self._decay_s
+
+    def _decayed(self, now_s: float) -> float:
+        return self._sum * math.exp(min(self._at_s - now_s, 0.0) / self._decay_s)
+
+
 class StepTimes:
     """What steps take by how many single tokens they have. It grows by leaps, where kernels take several rows at once,
     or one more is too many for a cache."""

@@ -47,9 +47,37 @@ def test_streams_on_time_leave_what_their_objective_allows() -> None:
     assert budget([*[Stream(ITL_S, 1.0)] * 3, Stream(ITL_S, 0.0)], hurried) < ahead, "the one that is not ahead decides"
 
 
+def test_steps_that_no_prompt_needs_longer_leave_room_in_the_objective() -> None:
+    def step_s(base_s: float) -> float:
+        cost = StepCost(base_s, 0.0002, 1 / 4500)
+        return cost.seconds(2, budget([Stream(ITL_S, 1.0)] * 2, [Prompt(1500, 10.0)], cost))
+
+    assert step_s(0.001) == pytest.approx(0.5 * ITL_S, abs=1 / 4500)
+    assert step_s(0.003) == pytest.approx(2.5 * 0.0034, abs=1 / 4500), "three fifths of the time for prompts"
+    assert step_s(0.006) == pytest.approx(ITL_S, abs=1 / 4500), "never longer than the objective"
+
+
+@pytest.mark.parametrize(("prefill_per_s", "step_s"), [(500, 0.5 * ITL_S), (2200, None), (4000, ITL_S)])
+def test_unhurried_steps_are_long_enough_for_half_as_many_prompts_again(
+    prefill_per_s: float, step_s: float | None
+) -> None:
+    cost, streams = StepCost(0.001, 0.0002, 1 / 4500), [Stream(ITL_S, 1.0)] * 2
+    chosen = prompt_budget(cost, streams, 2, [Prompt(1500, 10.0)], MAX, prefill_per_s=prefill_per_s)
+    if step_s is not None:
+        assert chosen == int((step_s - cost.seconds(2)) * 4500)
+    else:
+        per_s = chosen / cost.seconds(2, chosen)
+        assert per_s == pytest.approx(1.5 * prefill_per_s, rel=0.05)
+
+
+def test_an_unhurried_step_has_tokens_where_half_of_the_objective_has_none() -> None:
+    slow = StepCost(0.001, 0.0002, 1 / 2000)  # 9 tokens in half of the objective, 21 in all of it
+    assert budget([Stream(ITL_S, 1.0)] * 2, [Prompt(1500, 10.0)], slow) == MIN_TOKENS
+
+
 def test_steps_beside_streams_that_are_ahead_are_as_long_as_prompts_need_them() -> None:
     ahead = [Stream(ITL_S, 1.0)] * 2
-    unhurried, longest = (int((factor * ITL_S - COST.seconds(2)) * 4500) for factor in (1, 2))
+    longest, unhurried = int((2 * ITL_S - COST.seconds(2)) * 4500), int(1.5 * COST.seconds(2) * 4500)
     assert budget(ahead, [Prompt(1500, 1.0)]) == unhurried
     assert budget(ahead, [Prompt(1500, 0.46)]) == longest
     chosen = budget(ahead, [Prompt(1500, 0.55)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.messages import StepCost
-from engine.scheduling.step_cost import StepCostEstimator, StepTimes
+from engine.scheduling.step_cost import RecentRate, StepCostEstimator, StepTimes
 
 COST = StepCost(0.0035, 0.0006, 1 / 4500)
 
@@ -141,3 +141,14 @@ def test_a_stall_in_a_trial_does_not_end_trials_for_long() -> None:
     for _ in range(300):
         times.record(2, 1.0)
     assert times.seconds(2, 2, 0.2) == pytest.approx([1.0, 1.3, 1.6])
+
+
+def test_a_recent_rate_is_that_of_a_steady_load_and_decays_without_one() -> None:
+    rate = RecentRate()
+    assert rate.per_s(100.0) == 0
+    for tenth in range(400):
+        rate.add(50, 100 + tenth / 10)
+    assert rate.per_s(139.9) == pytest.approx(500, rel=0.02)
+    assert rate.per_s(144.9) == pytest.approx(500 / math.e, rel=0.02)
+    assert rate.per_s(300.0) < 1e-6
+    assert rate.per_s(0.0) >= 500, "a clock that goes back counts as one that stands still"
