@@ -20,10 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
-from vllm_engine.kv_messages import KVSeeds, KVSetup, KVStep
+from vllm_engine.kv_messages import MAX_HELD_FRACTION, KVSeeds, KVSetup, KVStep
 from vllm_engine.kv_scheduler import SchedulerHalf
 from vllm_engine.kv_worker import StepResults, WorkerHalf, distinct
-from vllm_engine.start import MAX_HELD_FRACTION
 
 _BUSY_S = 1.0
 _LONGEST_MS = 5

@@ -47,17 +47,15 @@ from engine.core.messages import (
 )
 from engine.errors import InvalidRequest
 from engine.sampling.constraints import Constraint
+from vllm_engine.failures import FailedRequests
 from vllm_engine.grammars import HostGrammars
 from vllm_engine.kv_messages import Interrupt, KVLink
 from vllm_engine.load import LoadMeter, RequestCounts
 from vllm_engine.requests import tokens_event, vllm_input, vllm_params
 from vllm_engine.start import connect, end_error, engine_info, has_connector, set_environment, start, warm_up
-from vllm_engine.worker import FailedRequests
 
 HEARTBEAT_S = 0.25
 _SHUTDOWN_S = 2.0
-_OUTPUTS_S = 0.05
-"""In which the outputs that came before the workers' answer reach their requests: the answer knows no ended request."""
 
 
 async def serve(config: EngineConfig, address: str) -> None:
@@ -407,6 +405,10 @@ def _with_origin(event: TokensEvent, running: _Running) -> TokensEvent:
         num_external_tokens=num_external,
         num_recomputed_tokens=num_tokens - num_cached - num_external,
     )
+
+
+_OUTPUTS_S = 0.05
+"""In which the outputs that came before the workers' answer reach their requests: the answer knows no ended request."""
 
 
 class BeginLimits:

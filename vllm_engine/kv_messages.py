@@ -20,6 +20,8 @@ from engine.config import EngineConfig
 from engine.core.messages import Event, FinishReason, KVProgress, KVTotals, LeaseCommand, Seed
 from vllm_engine.requests import SampledRequest
 
+MAX_HELD_FRACTION = "max_held_fraction"
+"""Option of vllm_engine/connector.py: fraction of the blocks that transfers may hold."""
 _SOCKET = "kv"
 """File name of the host's socket."""
 

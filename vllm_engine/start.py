@@ -28,15 +28,11 @@ from engine.errors import EngineDeadError, EngineError
 from engine.identity import compute_identity
 from engine.machine import free_host_memory_for_kv
 from engine.sampling.params import SamplingParams
-from vllm_engine.kv_messages import KVSetup
+from vllm_engine.failures import FOLDER
+from vllm_engine.kv_messages import MAX_HELD_FRACTION, KVSetup
 from vllm_engine.load import LoadMeter
 from vllm_engine.requests import vllm_input, vllm_params
 from vllm_engine.supported import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS, require_vllm
-
-FOLDER = "TANDEM_VLLM_FOLDER"
-"""Environment variable: the private folder that the processes of one vLLM share."""
-MAX_HELD_FRACTION = "max_held_fraction"
-"""Option of vllm_engine/connector.py: fraction of the blocks that transfers may hold."""
 
 _SOCKET_NAME_LEN = 36
 """vLLM's names are UUIDs."""

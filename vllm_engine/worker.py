@@ -7,10 +7,6 @@ because its logit is infinite. A stream that another instance began therefore co
 and grammars, although vLLM counts the emitted tokens as prompt.
 
     added to the batch ─▶ row (its request and vLLM's growing list of its output) ⇄ moved ─▶ removed
-
-For a request of which no token can be sampled, vLLM has no channel for an error from its worker to the host, which ends
-it. The worker appends to a file before the step's tokens leave it, so that the host, when it has a token, has the
-failure as well: it never emits a token that was not sampled.
 """
 
 from __future__ import annotations
@@ -27,23 +23,17 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
 from engine import failpoints
-from engine.core.messages import ErrorKind
 from engine.sampling import sampler
 from engine.sampling.grammar_masks import warm_up_masks
 from engine.scheduling.request import Request
+from vllm_engine.failures import FOLDER, FailureLog
 from vllm_engine.grammars import State, worker_grammars
 from vllm_engine.kv_messages import KVSetup
 from vllm_engine.kv_worker import distinct
 from vllm_engine.requests import read_sampled_request
-from vllm_engine.start import FOLDER
 
 if TYPE_CHECKING:
     from vllm_engine.connector import VllmKVConnector
-
-_FILE = "failed_requests"
-_Failure = tuple[str, ErrorKind | None]
-_NOTHING_ALLOWED: _Failure = "its parameters or its constraint exclude every token", "nothing_allowed"
-_NOT_FINITE: _Failure = "the model's logits are not finite: no token can be sampled", None
 
 
 @dataclass(slots=True)
@@ -107,40 +97,6 @@ class PositionSampling(LogitsProcessor):
         grammar = None if constraint is None else self._grammars.grammar(constraint)
         spec = msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, logprobs=None))  # vLLM's
         return _Row(Request.from_spec(spec, arrival=0, fingerprint="", grammar=grammar), output_token_ids)
-
-
-class FailureLog:
-    """The writing end, one for each worker."""
-
-    def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / _FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def add(self, request_id: str, *, is_finite: bool) -> None:
-        """`is_finite`: so were the model's logits, before the request's parameters changed them. One short write, which
-        the system does not divide."""
-        os.write(self._fd, f"{request_id} {int(is_finite)}\n".encode())
-
-
-class FailedRequests:
-    """The reading end. A look costs one system call while nothing has failed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / _FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._num_read = 0
-        self._failures: dict[str, _Failure] = {}
-
-    def take(self, request_id: str) -> _Failure | None:
-        """The error of this request, if it has failed."""
-        if os.fstat(self._fd).st_size > self._num_read:
-            text = os.pread(self._fd, os.fstat(self._fd).st_size - self._num_read, self._num_read)
-            self._num_read += len(text)
-            for failed_id, is_finite in (line.split() for line in text.decode().splitlines()):
-                cause = _NOTHING_ALLOWED if is_finite == "1" else _NOT_FINITE
-                self._failures.setdefault(failed_id, cause)  # later ones are of tokens after it
-        return self._failures.get(request_id)
-
-    def forget(self, request_id: str) -> None:
-        self._failures.pop(request_id, None)
 
 
 class WorkerFacts:

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_engine.failures import FailedRequests, FailureLog
+
+
+def test_a_failure_is_seen_by_its_own_request_alone(tmp_path: Path) -> None:
+    failed = FailedRequests(tmp_path)
+    first_worker, second_worker = FailureLog(tmp_path), FailureLog(tmp_path)
+    assert not failed.take("a")
+    first_worker.add("a", is_finite=True)
+    second_worker.add("a", is_finite=True)
+    first_worker.add("b", is_finite=True)
+    assert [bool(failed.take(request_id)) for request_id in ("a", "b", "c", "a")] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("is_finite", "kind"), [(True, "nothing_allowed"), (False, None)])
+def test_logits_that_are_not_finite_are_not_the_requests_fault(
+    tmp_path: Path, is_finite: bool, kind: str | None
+) -> None:
+    FailureLog(tmp_path).add("a", is_finite=is_finite)
+    failure = FailedRequests(tmp_path).take("a")
+    assert failure is not None
+    assert failure[1] == kind
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_the_first_cause_of_a_failure_stays(tmp_path: Path, looks: bool) -> None:
+    failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
+    log.add("a", is_finite=False)
+    first = failed.take("a") if looks else None
+    log.add("a", is_finite=True)
+    failure = failed.take("a")
+    assert failure is not None
+    assert "not finite" in failure[0]
+    assert first in (failure, None)
+
+
+def test_a_request_that_has_ended_is_forgotten(tmp_path: Path) -> None:
+    failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
+    log.add("a", is_finite=True)
+    assert failed.take("a")
+    failed.forget("a")
+    assert not failed.take("a")
