@@ -225,5 +225,5 @@ def _openmp_libraries() -> list[Path]:
         paths = [Path(name) for name in loaded if Path(name).name.startswith(("libgomp", "libomp", "libiomp"))]
     else:
         paths = [*(torch_folder / "lib").glob("lib*omp*")]
-    # They may also be in torch.libs, beside torch's folder.
-    return sorted(paths, key=lambda path: (not str(path).startswith(str(torch_folder)), str(path)))
+    own = {torch_folder, torch_folder.with_name("torch.libs")}
+    return sorted(paths, key=lambda path: (own.isdisjoint(path.parents), str(path)))

@@ -5,7 +5,8 @@
                     │           └─▶ CapacityError: no file, memory or thread at the moment; the next request tries again
                     └─no request waits for it─▶ cancelled
 
-grammar_masks.py has the masks that they put on the next tokens of requests.
+grammar_masks.py has the masks that they put on the next tokens of requests. `WhitespaceLimit` is the part that
+xgrammar would do too slowly.
 """
 
 from __future__ import annotations

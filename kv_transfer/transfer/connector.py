@@ -248,9 +248,8 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if (
-                isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf
-            ):  # NaN neither
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not 0 < value < math.inf:  # as for NaN
                 raise ValueError(f"{name} is {value}; it must be greater than 0 and finite")
 
     def digest_key(self) -> bytes | None:

@@ -5,6 +5,8 @@ before any part of its answer has come is retried at another: gRPC's own round_r
 router may restart without an error at its clients, and no token can come twice. What has begun is continued by
 tandem/client/resumption.py.
 
+A fork leaves gRPC's threads behind, so a client belongs to the process that created it (`Owner`).
+
 serving/channel.py has the asyncio counterpart of `ClientChannel`. TLS modules are imported late: a plaintext
 client saves a tenth of a second.
 """

@@ -40,6 +40,8 @@ _MISTAKES = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "
 _TOO_LONG = re.compile(r"Received message larger than max \((\d+) vs\. (\d+)\)")
 _CERTIFICATE_ALERT = re.compile("ALERT_(HANDSHAKE_FAILURE|UNKNOWN_CA|.*CERTIFICATE)")
 """OpenSSL's names of what a server says of a client's certificate, or of a missing one; gRPC's say nothing."""
+_TLS_ALERT = re.compile("ALERT|^TLSV1|^$")
+"""What the server says in TLS: not all names of alerts say so, and OpenSSL has none for new ones."""
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
@@ -167,7 +169,7 @@ def _tls_problem(address: str, credentials: Credentials) -> str | None:
         )
     except ssl.SSLError as error:
         reason = error.reason or ""
-        if "ALERT" not in reason and credentials.ca_file is not None:
+        if credentials.ca_file is not None and not _TLS_ALERT.search(reason):
             return f"the server at {address} speaks plaintext, not TLS: omit ca_file (--ca-file) if that is intended"
         if not _CERTIFICATE_ALERT.search(reason):
             return None

@@ -75,12 +75,22 @@ class StackFolder:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_folder_prefix(), dir=temporary_folder()))  # mkdtemp makes it 0700
-        unlocked = self.path / f"{_LOCK}.tmp"
-        self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(self.path / _LOCK)  # locked from its first moment: another stack's sweep may come at any time
-        self._unaged = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._unaged, fcntl.LOCK_SH)
+        self._fds: list[int] = []
+        try:
+            unlocked = self.path / f"{_LOCK}.tmp"
+            self._lock(unlocked, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unlocked.rename(self.path / _LOCK)  # locked from its first moment: another stack's sweep may come any time
+            self._lock(self.path, os.O_RDONLY | os.O_DIRECTORY, fcntl.LOCK_SH)  # by age it is not removed either
+        except BaseException:
+            self._unlock()
+            for name in (f"{_LOCK}.tmp", _LOCK):  # without a descriptor, of which there may be none
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+            raise
+
+    def _lock(self, path: Path, flags: int, operation: int) -> None:
+        self._fds.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+        fcntl.flock(self._fds[-1], operation)
 
     @property
     def is_alone(self) -> bool:
@@ -89,9 +99,12 @@ class StackFolder:
 
     def remove(self) -> None:
         """Deletes the folder and its content; called once."""
+        self._unlock()  # first, so that there is a descriptor to delete with
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        os.close(self._unaged)
+
+    def _unlock(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
 
 
 def temporary_folder() -> Path:

@@ -22,7 +22,7 @@ from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import has_proxy, made_state_dir
 from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
 from tandem.commands.stack_file import read_stack_file
-from tandem.connectors import ConnectorChoice
+from tandem.connectors import CONNECTORS, ConnectorChoice
 from tandem.local_stack.desired_state import MAX_SIZE
 from tandem.local_stack.preflight import IN_DOCKER, check_addresses, check_vllm, given_settings, other_system
 from tandem.local_stack.settings import MAX_ROUTER_WORKERS, Disaggregation, StackSettings, autoscaled, parse_bounds
@@ -248,7 +248,9 @@ def _check_api_key(value: str | None) -> str | None:
 
 
 def _check_connector(value: str) -> str:
-    from instance.config import check_names  # late: `--help` needs none of it
+    if value in CONNECTORS:
+        return value
+    from instance.config import check_names  # late: it takes half a second
 
     try:
         for name in value.split(","):

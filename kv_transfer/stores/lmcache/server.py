@@ -1,4 +1,5 @@
 """Pages in an `lmcache server` that runs kv_transfer/stores/lmcache/server_module.py. Needs no LMCache in the instance.
+Also the names of pages, there and in LMCache's folder.
 
     no link ─▶ connecting ─▶ idle ⇄ with one request ─▶ late, reset, protocol error: closed, with what was not sent
                    │ refused, or too late                   the next request makes another link

@@ -143,11 +143,29 @@ def test_the_metrics_of_one_worker_of_several_are_not_announced(
         assert metrics_address_of(stack.admin_address) == (stack.http_address if router_workers == 1 else None)
 
 
-def test_a_start_without_free_descriptors_leaves_nothing(monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
-    monkeypatch.setattr(os, "pipe", lambda: os.open(temporary / "absent", os.O_RDONLY))
-    with pytest.raises(OSError, match="absent"):
-        LocalStack(settings()).start()
-    assert list(temporary.glob("tandem-*")) == []
+@pytest.mark.parametrize("num_free", range(5))
+def test_a_start_without_free_descriptors_leaves_nothing(temporary: Path, num_free: int) -> None:
+    """The folder's locks take the first two, a pipe the next two."""
+    code = (
+        "import os, resource, sys, tempfile\n"
+        "from tandem.local_stack.stack import LocalStack\n"
+        "from tests.tandem.local_stack.scripted_stack import settings\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "fds = []\n"
+        "try:\n"
+        "    while True: fds.append(os.dup(0))\n"
+        "except OSError:\n"
+        "    for fd in fds[: int(sys.argv[2])]: os.close(fd)\n"
+        "try:\n"
+        "    LocalStack(settings()).start()\n"
+        "except OSError as error:\n"
+        "    print(error.strerror)\n"
+    )
+    command = [sys.executable, "-c", code, str(temporary), str(num_free)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "Too many open files\n", ended.stderr
 
 
 def test_a_process_that_cannot_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:

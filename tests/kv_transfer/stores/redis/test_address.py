@@ -1,4 +1,4 @@
-"""TLS files that are replaced while a store is in use."""
+"""How a Redis is reached: TLS files that are replaced while a store is in use."""
 
 from __future__ import annotations
 
