@@ -107,11 +107,12 @@ def test_no_stream_changes_when_an_instance_leaves(
 ) -> None:
     """Without a prefill instance it is a decode instance again."""
     samplings = [{**sampling, "seed": seed, "max_tokens": 120, "ignore_eos": "regex" not in sampling}
-                 for seed in range(3) for sampling in SAMPLINGS.values() if "stop" not in sampling]  # fmt: skip
+                 for seed in range(3) for sampling in SAMPLINGS.values() if "stop" not in sampling
+                 and not (role == "prefill" and "regex" in sampling)]  # fmt: skip
     expected = [reference.answer(PROMPT, **sampling) for sampling in samplings]
     running = [BackgroundRequest(stack.address, PROMPT, timeout_s=300, **sampling) for sampling in samplings]
     for request, sampling in zip(running, samplings, strict=True):
-        if "regex" not in sampling:  # its grammar may take longer than the others' answers
+        if "regex" not in sampling:  # its grammar may take longer than the others' answers; without one it would fail
             request.wait_first_token(120)
     name = "prefill-0" if f"{role}-0" == "prefill-0" in stack.instances else busiest_decode(stack)
     leaving = stack.processes[name]
