@@ -11,7 +11,8 @@ without prompts (reading the weights) behind their products. If nothing but such
 observed, the difference would be taken for the cost of a stream, a second one would not be let in, and the mistake not
 be found.
 
-That is a straight line, for plans. `StepTimes` knows the stair of small steps, for drafts.
+That is a straight line, for plans. `StepTimes` knows the stair of small steps, for drafts; `RecentRate` is how much has
+been computed of late.
 """
 
 from __future__ import annotations
