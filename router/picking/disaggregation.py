@@ -122,7 +122,8 @@ def decide(
 def _by_cost(situation: Situation, settings: DisaggregationSettings) -> Disaggregation:
     num_uncached, min_tokens = situation.num_uncached, settings.min_tokens
     if situation.num_tokens <= min_tokens:
-        explanation = f"{situation.num_tokens} tokens to prefill, at most {min_tokens} stay local"
+        tokens = "1 token" if situation.num_tokens == 1 else f"{situation.num_tokens} tokens"
+        explanation = f"{tokens} to prefill, at most {min_tokens} stay local"
         return Disaggregation(Decision.LOCAL, Reason.SHORT, explanation)
     if num_uncached <= min_tokens:
         explanation = f"{num_uncached} of {situation.num_tokens} tokens not cached, at most {min_tokens} stay local"

@@ -133,6 +133,7 @@ def test_the_explanation_holds_the_figures_and_fits_into_a_trailer() -> None:
         assert figure in explanation
     assert explanation.isascii()
     assert len(explanation) < 400
+    assert auto(replace(IDLE, num_tokens=1)).explanation.startswith("1 token to prefill")
 
 
 # What holds whatever the figures are
