@@ -23,7 +23,7 @@ from tests.system.killable import PATIENT, KillableStack, cut_under_load, killab
 from tests.system.load import Load
 from tests.system.questions import Question
 from tests.system.reference import Reference
-from tests.system.stacks import DRAIN, DRAIN_MOVE_S
+from tests.system.stacks import DRAFTS, DRAIN, DRAIN_MOVE_S
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -126,13 +126,14 @@ def questions(checkpoint: Path, reference: Reference) -> list[Recorded]:
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path) -> Iterator[KillableStack]:
+    """Its instances speculate; those that have given the fault-free answers do not."""
     sizes = ("--max-num-batched-tokens", "64", "--block-size", "16", "--peers-ping-timeout-ms", "20000")
     drains = (*DRAIN, "--server-drain-move-s", str(DRAIN_MOVE_S))
     # A busy machine is slow to try all streams of a dead instance again.
     retries = ("--failover-retry-share", "1", "--failover-retry-wait-s", "60")
     router_args = (*PATIENT, *DRAIN, *HERMES, *retries)
     with killable_stack(
-        checkpoint, num_prefill=2, num_decode=3, router_args=router_args, instance_args=(*sizes, *drains)
+        checkpoint, num_prefill=2, num_decode=3, router_args=router_args, instance_args=(*sizes, *drains, *DRAFTS)
     ) as stack:
         yield stack
         stack.wait_up()

@@ -18,7 +18,7 @@ from tests.system.killable import PATIENT, STEP_S, KillableStack, cut_under_load
 from tests.system.load import Load
 from tests.system.questions import Question, make_questions
 from tests.system.reference import Reference
-from tests.system.stacks import Stack, on_stack
+from tests.system.stacks import DRAFTS, Stack, on_stack
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,8 +73,8 @@ def test_killed_decode_instances_cost_a_pause_and_no_token(killable: Stack, llm:
 def small_stack(checkpoint: Path) -> Iterator[KillableStack]:
     drain = ("--server-drain-accept-s", "0.1", "--server-drain-grace-s", "60", "--server-drain-move-s", "59.8")
     args = ("--max-num-batched-tokens", "64", "--block-size", str(BLOCK_SIZE), "--peers-ping-timeout-ms", "20000")
-    settings: dict[str, Any] = {"disaggregation": "always", "router_args": PATIENT, "instance_args": (*args, *drain)}
-    with killable_stack(checkpoint, num_prefill=1, num_decode=2, **settings) as stack:
+    settings: dict[str, Any] = {"disaggregation": "always", "instance_args": (*args, *drain, *DRAFTS)}
+    with killable_stack(checkpoint, num_prefill=1, num_decode=2, router_args=PATIENT, **settings) as stack:
         yield stack
 
 
@@ -85,7 +85,8 @@ def small_stack(checkpoint: Path) -> Iterator[KillableStack]:
 def test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token(
     small_stack: KillableStack, llm: LLM, strike: Callable[[KillableStack, str], int], turn: int
 ) -> None:
-    """Every prompt is handed over, and the decode instance that takes the stream over computes or loads its KV."""
+    """Every prompt is handed over, and the decode instance that takes the stream over computes or loads its KV. Both
+    speculate."""
     small_stack.wait_up()
     questions = make_questions(llm, 24, random.Random("ends"), num_tokens=NUM_TOKENS)
     moments = random.Random(f"moments {turn}")
