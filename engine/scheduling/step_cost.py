@@ -45,6 +45,8 @@ _TRIALS_PART = 0.02
 """Of the time of all steps: what trials may have taken longer than expected, beyond one step."""
 _MAX_LOSS = 4.0
 """Of a trial, in times of what was expected: a stall of the machine does not end trials for long."""
+_DECAY_S = 5.0
+"""In which a token's part of the recent rate decays to 1/e."""
 
 
 @dataclass(slots=True)
@@ -107,20 +109,19 @@ def _least_squares(points: npt.NDArray[np.float64], weights: npt.NDArray[np.floa
 
 
 class RecentRate:
-    """Tokens per second, those of the last seconds weighing most: a sum that decays to a third in `decay_s`."""
+    """Tokens per second, those of the last seconds weighing most."""
 
-    def __init__(self, decay_s: float = 5.0) -> None:
-        self._decay_s = decay_s
+    def __init__(self) -> None:
         self._sum, self._at_s = 0.0, 0.0
 
     def add(self, num_tokens: int, now_s: float) -> None:
         self._sum, self._at_s = self._decayed(now_s) + num_tokens, now_s
 
     def per_s(self, now_s: float) -> float:
-        return self._decayed(now_s) / self._decay_s
+        return self._decayed(now_s) / _DECAY_S
 
     def _decayed(self, now_s: float) -> float:
-        return self._sum * math.exp(min(self._at_s - now_s, 0.0) / self._decay_s)
+        return self._sum * math.exp(min(self._at_s - now_s, 0.0) / _DECAY_S)
 
 
 class StepTimes:

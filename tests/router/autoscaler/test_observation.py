@@ -437,7 +437,7 @@ async def scaling(model: ServedModel, model_folder: Any, socket: str) -> AsyncIt
 async def test_a_router_whose_stack_is_gone_runs_and_says_so(
     model: ServedModel, model_folder: Any, tmp_path: Any
 ) -> None:
-    async with scaling(model, model_folder, f"unix:{tmp_path}/nobody") as app:
+    async with scaling(model, model_folder, f"unix:{tmp_path}/absent") as app:
         assert app.autoscaler is not None
         async with asyncio.timeout(20):
             while app.autoscaler.num_failures < 2:
