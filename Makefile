@@ -6,6 +6,8 @@ RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed-with-nixl-cu13
+# What .ci/run has of the tests with vLLM: what is used of it, the engine, a hand-over and a stack.
+VLLM_SHORT := $(addprefix tests/vllm/test_,contract.py engine.py hand_over.py stack.py)
 # Tests of whole stacks that pass with vLLM in the instances as well.
 VLLM_STACKS := tests/system/test_openai.py tests/system/test_resize.py::test_both_pools_grow_and_shrink_under_load
 VLLM_STACKS += tests/system/test_kills_under_load.py::test_thirty_cut_streams_of_each_kind_of_end_have_no_wrong_token
@@ -26,10 +28,10 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt $(if $(TORCH_INDE
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm chart protos format wheel bench peers clean
+.PHONY: help install run check lint types imports protos-check docs docs-check test test-slow test-gpu test-vllm test-vllm-short chart protos format wheel bench peers clean
 
 help: ## Print this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with everything to run, check and test (once; again when the pins change).
 
@@ -140,6 +142,9 @@ $(VLLM_INSTALLED):
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## Run the tests with the real vLLM (minutes; no GPU needed).
 	$(PYTEST) tests/vllm $(ARGS)
 	TANDEM_TEST_ENGINE=vllm $(PYTEST) -m 'not gpu' $(VLLM_STACKS) $(ARGS)
+
+test-vllm-short: $(INSTALLED) $(VLLM_INSTALLED) ## Run a part of them, which shows that requests to vLLM are answered.
+	$(PYTEST) $(VLLM_SHORT) $(ARGS)
 
 peers: $(INSTALLED) $(VLLM_INSTALLED) ## Measure the engine and a hand-over beside vLLM (40 minutes; benchmarks/RESULTS.md).
 	$(BIN)/python -m benchmarks.peers $(ARGS)

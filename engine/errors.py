@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
+from collections.abc import Iterable
 
 _MAX_SHOWN = 64
 
@@ -12,6 +14,13 @@ def shown(value: object) -> str:
     """`value` for an error message: escaped, at most 64 characters."""
     text = ascii(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """How the message about an unknown `name` ends: with the most similar of `known`, else with `otherwise`."""
+    similar = difflib.get_close_matches(name[:_MAX_SHOWN], known, n=1, cutoff=0.5)
+    hint = f"did you mean {similar[0]}?" if similar else otherwise
+    return f"; {hint}" if hint else ""
 
 
 def to_install(extra: str | None = None) -> str:

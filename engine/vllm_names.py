@@ -7,13 +7,12 @@ Columns: the values that are true here, what to use instead or why it is ignored
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, get_args
 
 from engine.config import Device, Dtype, EngineConfig, LoadFormat, ModelImpl, Quantization
-from engine.errors import NotSupported, shown
+from engine.errors import NotSupported, shown, suggestion
 
 _log = logging.getLogger(__name__)
 
@@ -147,8 +146,7 @@ def supported(
     and TypeError for names in neither `known` nor `fixed`."""
     unknown = sorted(arguments.keys() - known - fixed.keys())
     if unknown:
-        similar = difflib.get_close_matches(unknown[0], [*known, *fixed], n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
+        hint = suggestion(unknown[0], [*known, *fixed])
         raise TypeError(f"{owner} got unknown arguments {unknown}{hint}; known: {sorted(known)}")
     for name in arguments.keys() - known:
         _check_fixed(owner, name, arguments[name], fixed[name])

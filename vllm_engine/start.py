@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.messages import EngineInfo, EngineRequest
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import EngineDeadError, EngineError, suggestion
 from engine.identity import compute_identity
 from engine.machine import free_host_memory_for_kv
 from engine.sampling.params import SamplingParams
@@ -237,6 +236,4 @@ def _check(given: Mapping[str, Any]) -> None:
         if (reason := REFUSED.get(name)) is not None:
             raise EngineError(f"engine.vllm_args.{name} is not supported: {reason}")
         if name not in known:
-            similar = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {similar[0]}?" if similar else ""
-            raise EngineError(f"engine.vllm_args.{name}: vLLM has no such argument{hint}")
+            raise EngineError(f"engine.vllm_args.{name}: vLLM has no such argument{suggestion(name, known)}")

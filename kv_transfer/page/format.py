@@ -16,9 +16,9 @@ memory: the same bytes in a file, Redis and LMCache.
        208    4  CRC-32 over the header without this field
        212   44  zero
 
-Little-endian. The reader computes what every field except writer epoch, digest and CRC must be, and compares
-before it reads the payload. Any difference is a PageError: a miss that is counted and recomputed, never a wrong token.
-Pages that NIXL reads from memory have no header; `NixlConnector._verify` in kv_transfer/nixl/connector.py compares
+Little-endian. The reader computes what every field except writer epoch, digest and CRC must be, and compares, before it
+reads the payload where the store reads in parts. Any difference is a PageError: a miss that is counted and recomputed,
+never a wrong token. Pages that NIXL reads from memory have no header; `NixlConnector._verify` in kv_transfer/nixl/connector.py compares
 their digest.
 """
 

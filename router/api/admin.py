@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from engine.errors import suggestion
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.resizer import ActuatorError, Change, Resizer, SizeRefused
@@ -219,9 +219,7 @@ class PoolsService:
             raise FailedPrecondition(f"{name!r} is the name of several instances; give an address: {addresses}")
         if not found:
             known = [one.name for one in instances] + [one.address for one in instances]
-            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {similar[0]}?" if similar else ""
-            raise NotFound(f"no instance {name[:64]!r} in the pools{hint}")
+            raise NotFound(f"no instance {name[:64]!r} in the pools{suggestion(name, known)}")
         return min(found, key=lambda one: (one.address != name, STATES.index(one.state)))
 
     async def _request(self, request: pools_pb2.ExplainPickRequest) -> GenerationRequest:

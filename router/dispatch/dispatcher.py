@@ -3,7 +3,7 @@
 generate ─▶ one flow per choice ─▶ attempts, until one finishes ─▶ pick, reserve, prefill, seed, decode
 
 The other choices start at the first choice's first token, so that they find its prompt in the prefix caches. Whether
-and when a failed attempt is followed by another is in router/resilience/retry.py.
+a failed attempt is followed by another is decided in `_after_failure`, by the rules in router/resilience.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whether a request is split between a prefill and a decode instance: a pure decision with its reason.
 
-`auto` compares the cost of both ways in seconds of waiting. With n tokens that the decode instance lacks, and `more`
-additional ones (or fewer, if negative) that the prefill instance would have to compute:
+Where instances report what their steps cost, placement.py decides for `auto`. Elsewhere it compares the cost of both
+ways in seconds of waiting. With n tokens that the decode instance lacks, and `more` additional ones (or fewer, if
+negative) that the prefill instance would have to compute:
 
     local = (ahead_decode + n) / v_decode  +  weight * streams * n / v_decode
     split = (ahead_prefill + n + more) / v_prefill  +  n / v_hand_over
@@ -25,7 +26,7 @@ class Decision(enum.Enum):
     """How a request is served."""
 
     DISAGGREGATE = "disaggregate"
-    LOCAL = "local"  # the decode instance prefills too
+    LOCAL = "local"  # one instance prefills and decodes
     REFUSE = "refuse"  # neither is allowed
 
 

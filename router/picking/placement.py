@@ -1,4 +1,4 @@
-"""Where a request runs: alone at an instance of either pool, or split over both. Pure.
+"""Where `auto` runs a request, by what steps cost: alone at an instance of either pool, or split over both. Pure.
 
 Used by `auto` where the instances report what their steps cost; elsewhere disaggregation.py decides. With objectives
 all instances are compared, without them one of each pool (plan.py), as if steps with prompts were `STEP_STRETCH` times

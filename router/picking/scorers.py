@@ -7,7 +7,6 @@ scorer is named `module:Name`: a function like those below, or a class whose ins
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from engine.errors import suggestion
 from engine.imports import named
 from protos.tandem.v1 import pools_pb2
 from router.pools.instance_info import InstanceKey, InstanceView
@@ -205,9 +205,8 @@ def _scorer(name: str) -> Scorer:
     if name in SCORERS:
         return SCORERS[name]
     if not _CLASS_PATH.fullmatch(name):
-        similar = difflib.get_close_matches(name, SCORERS, n=1, cutoff=0.5)
-        hint = f"did you mean {similar[0]}? " if similar else ""
-        raise ValueError(f"{name!r} is no scorer; {hint}There are: {', '.join(SCORERS)}, and module:Name of your own")
+        known = f"known: {', '.join(SCORERS)}, and module:Name of your own"
+        raise ValueError(f"{name!r} is no scorer{suggestion(name, SCORERS, known)}")
     try:
         found = named(name)
     except (ImportError, AttributeError) as error:

@@ -144,10 +144,13 @@ def announce(stack: RunningStack) -> Path:
     made_state_dir()
     path = state_file(stack)
     unfinished = path.with_suffix(".tmp")
-    unfinished.touch(mode=0o600)
-    unfinished.write_text(json.dumps(asdict(stack)))
-    unfinished.rename(path)
-    return path
+    try:
+        unfinished.touch(mode=0o600)
+        unfinished.write_text(json.dumps(asdict(stack)))
+        return unfinished.rename(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def running_stacks() -> list[RunningStack]:

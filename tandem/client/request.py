@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+from engine.errors import suggestion
 from protos.tandem.v1 import common_pb2, generation_pb2
 from tandem.client.completion import ToolCall
 
@@ -102,8 +102,8 @@ def sampling_params(sampling: Mapping[str, object]) -> common_pb2.SamplingParams
     known = params.DESCRIPTOR.fields_by_name
     for name, value in sampling.items():
         if name not in known:
-            similar = difflib.get_close_matches(name, [*known, *_REQUEST_FIELDS, *_CHAT_OPTIONS, "timeout_s"], n=1)
-            hint = f"; did you mean {similar[0]!r}?" if similar else f"; known: {', '.join(sorted(known))}"
+            options = [*known, *_REQUEST_FIELDS, *_CHAT_OPTIONS, "timeout_s"]
+            hint = suggestion(name, options, f"known: {', '.join(sorted(known))}")
             raise TypeError(f"no option is called {name!r}{hint}")
         if value is not None:
             _set(params, name, value)

@@ -9,7 +9,6 @@ A failed message leaves the conversation as it was; an answer that Ctrl-C stops 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from engine.errors import suggestion
 from tandem.commands import calculator
 from tandem.commands.options import Choice, IntRange, call_options, calling_client, counted, sampling_options
 
@@ -234,20 +234,20 @@ class _Chat:
             case "/save":
                 self._save(argument)
             case _:
-                similar = difflib.get_close_matches(name, _NAMES, n=1)
-                hint = f"did you mean {similar[0]}?" if similar else "/help lists the commands"
-                raise click.UsageError(f"{name} is no command; {hint}")
+                hint = suggestion(name, _NAMES, "/help lists the commands")
+                raise click.UsageError(f"{name} is no command{hint}")
 
     def _save(self, name: str) -> None:
         """Writes OpenAI's form of the conversation. Never replaces a file."""
         if not name:
             raise click.UsageError("/save: give a file, such as /save chat.json")
         path = Path(os.path.expanduser(name))  # Path's raises for unknown users
-        content = json.dumps({"model": self._model, "messages": self._messages}, ensure_ascii=False, indent=2)
+        text = json.dumps({"model": self._model, "messages": self._messages}, ensure_ascii=False, indent=2)
+        content = text.encode(errors="replace")  # an argument may hold bytes that are no text
         try:
             path.touch(exist_ok=False)
             try:
-                path.write_text(content, encoding="utf-8")
+                path.write_bytes(content)
             except OSError:
                 path.unlink(missing_ok=True)  # a part of it is of no use, and would refuse its name
                 raise

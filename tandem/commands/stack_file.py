@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
 import click
+
+from engine.errors import suggestion
 
 _KEY = "api_key"
 
@@ -47,10 +48,9 @@ def _option(name: str, value: object, options: Mapping[str, click.Parameter]) ->
     option = options.get(name.replace("_", "-"))
     if isinstance(option, click.Option) and option.name != "config" and not isinstance(value, dict):
         return option
-    similar = [] if isinstance(value, dict) else difflib.get_close_matches(name, options, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else "settings of the services go into router-arg, instance-arg"
-    what = "section" if isinstance(value, dict) else "option"
-    raise ValueError(f"`tandem up` has no {what} {name!r}; {hint}")
+    what, known = ("section", ()) if isinstance(value, dict) else ("option", options)
+    hint = suggestion(name, known, "settings of the services go into router-arg, instance-arg")
+    raise ValueError(f"`tandem up` has no {what} {name!r}{hint}")
 
 
 def _check_value(name: str, value: object, option: click.Option) -> None:

@@ -91,6 +91,9 @@ def _connect_to_one(hosts: Sequence[tuple[str, int]]) -> None:
 
 
 def _check_port(host: str, flag: str, port: int) -> None:
+    allowed = "an IPv4 address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+    if not host:
+        raise ValueError(f"--host is empty; allowed: {allowed}")
     try:
         bind_once(host, port)
     except OSError as error:
@@ -98,7 +101,6 @@ def _check_port(host: str, flag: str, port: int) -> None:
             raise ValueError(f"port {port} is taken; choose another {flag}, or omit it") from None
         if port and error.errno == errno.EACCES:
             raise ValueError(f"port {port} is root's; choose another {flag}, above 1023, or omit it") from None
-        allowed = "an IPv4 address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
         raise ValueError(f"cannot listen on --host {host}: {error.strerror}; allowed: {allowed}") from None
 
 

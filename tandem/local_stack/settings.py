@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.config import Device, EngineKind, ModelImpl, Quantization
+from engine.errors import suggestion
 from engine.partition import Parallelism
 from tandem.client.credentials import TOKEN
 from tandem.connectors import split_connectors
@@ -195,6 +195,5 @@ def autoscaled(settings: StackSettings, bounds: Mapping[Role, Bounds]) -> StackS
 
 def unknown_pool(name: str, rest: str = "") -> str:
     """The message for a pool that does not exist; `rest` follows a suggested name."""
-    similar = difflib.get_close_matches(name, ROLES, n=1, cutoff=0.5)
-    hint = f"did you mean {similar[0]}{rest}?" if similar else "the pools are prefill and decode"
-    return f"there is no pool {name!r}: {hint}"
+    hint = suggestion(name + rest, [role + rest for role in ROLES], "the pools are prefill and decode")
+    return f"there is no pool {name!r}{hint}"

@@ -68,6 +68,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--connector", "redis", "--kv-url", "redis://:pw@127.0.0.1:1/0"), "no login in it"),
         (("up", "--connector", "lmcache", "--kv-url", "redis://127.0.0.1:1/0"), "use --connector redis"),
         (("up", "--host", "192.0.2.1"), "cannot listen on --host 192.0.2.1"),
+        (("up", "--host", ""), "--host is empty; allowed: an IPv4 address or a name"),
         (("up", "--host", "::1"), "allowed: an IPv4 address or a name of this machine, such as 127.0.0.1"),
         (("generate", "hi"), "tandem up"),
         (("generate", "hi", "--address", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),

@@ -9,7 +9,6 @@ FastAPI does not parse the bodies: it would read them before authorization and l
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import msgspec
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationError, model_validator
 
-from engine.errors import shown
+from engine.errors import shown, suggestion
 from engine.sampling.json_schema import json_text
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.chat_messages import Message, NamedTool, Tool
@@ -280,10 +279,8 @@ _SAMPLING = (
 
 
 def _unknown(name: str, known: list[str]) -> ServiceError:
-    similar = difflib.get_close_matches(name[:64], known, n=1)
-    hint = f"; did you mean {similar[0]!r}?" if similar else ""
     field = name if name.isidentifier() and len(name) <= 64 else "body"
-    return invalid_argument(field, f"unknown parameter {shown(name)}{hint}")
+    return invalid_argument(field, f"unknown parameter {shown(name)}{suggestion(name, known)}")
 
 
 # /v1/completions: a text to continue, or its token ids, or several of either.

@@ -198,7 +198,11 @@ class SourceEndpoint:
         )
         connector = {"class_path": config.class_path, "options": config.options}
         sizes = {"num_blocks": shape.num_blocks, "block_bytes": shape.block_bytes}
-        self._write({**connector, **sizes, "fingerprint": fingerprint.hex(), "seed": seed})
+        try:
+            self._write({**connector, **sizes, "fingerprint": fingerprint.hex(), "seed": seed})
+        except TransferFailed:
+            self.close()
+            raise
 
     def wait_ready(self) -> None:
         """Waits until its connector exists and its blocks are filled."""

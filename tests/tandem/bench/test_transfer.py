@@ -25,7 +25,7 @@ from kv_transfer.stores.files import SharedStorageOptions
 from kv_transfer.stores.lmcache.connector import LMCacheOptions
 from kv_transfer.stores.redis.connector import RedisOptions
 from kv_transfer.transfer.connector import TransferOptions, parse_options
-from tandem.bench.transfer.endpoint import Shape, TransferEndpoint, TransferFailed, as_bytes
+from tandem.bench.transfer.endpoint import Shape, SourceEndpoint, TransferEndpoint, TransferFailed, as_bytes
 from tandem.bench.transfer.measure import Figures, Result, measure, table
 from tandem.bench.transfer.media import Medium, SharedStorageMedium, medium_of, transport
 from tandem.cli import main
@@ -268,6 +268,17 @@ def test_a_third_partys_connector_is_measured_without_a_ceiling(tmp_path: Path) 
     assert (figures.way, len(figures.all_blocks_s)) == ("connector", 2)
     assert result.share(figures) is None
     assert "digests" not in "\n".join(table(result))
+
+
+def test_a_source_that_does_not_take_its_settings_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(endpoint: SourceEndpoint, message: dict[str, Any]) -> None:
+        raise TransferFailed("the source process has ended")
+
+    monkeypatch.setattr(SourceEndpoint, "_write", ended)
+    before = psutil.Process().children()
+    with pytest.raises(TransferFailed):
+        SourceEndpoint(Shape(2, 64), KVConnectorConfig(class_path="mine:Mine"), FINGERPRINT, seed=1)
+    assert psutil.Process().children() == before
 
 
 def test_shares_are_ratios_of_medians() -> None:

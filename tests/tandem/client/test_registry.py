@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -51,6 +52,18 @@ def test_a_stack_that_is_not_ready_yet_is_said_to_be_starting() -> None:
     for find in (registry.running_address, registry.running_admin_address):
         with pytest.raises(NotRunning, match=r"is still starting.*Try again, or give --a[a-z]* host:port"):
             find()
+    folder.remove()
+
+
+def test_a_full_disk_leaves_no_part_of_an_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = StackFolder()
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        announced(folder.path)
+    assert list(registry.state_dir().iterdir()) == []
     folder.remove()
 
 

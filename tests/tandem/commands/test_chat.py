@@ -69,15 +69,22 @@ def test_a_conversation_is_saved_and_replaces_no_file(stack: Background, tmp_pat
     assert "exists; give another name" in result.output
 
 
+def test_bytes_that_are_no_text_are_saved_as_question_marks(stack: Background, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    result = chat(stack, f"/save {path}\n", "--system", "caf\udcff")
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["messages"] == [{"role": "system", "content": "caf?"}]
+
+
 def test_a_full_disk_leaves_no_part_of_a_conversation(
     stack: Background, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str, **how: str) -> None:
-        with path.open("w") as file:
-            file.write(text[:10])
+    def full(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     result = chat(stack, f"What is a tandem?\n/save {tmp_path / 'chat.json'}\n")
     assert "cannot be written: No space left on device; give another name" in result.output
     assert list(tmp_path.iterdir()) == []

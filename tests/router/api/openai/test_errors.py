@@ -155,7 +155,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "["}, "guided_regex", "at position 0"),
     ({"guided_choice": []}, "guided_choice", "is not a list of texts"),
     ({"guided_grammar": ""}, "guided_grammar", "0 bytes"),
-    ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+    ({"temprature": 1}, "temprature", "did you mean temperature?"),
     ({"best_of": 3}, "best_of", "not supported"),
     ({"model": 5}, "model", "valid string"),
 ]
