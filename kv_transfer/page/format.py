@@ -18,8 +18,8 @@ memory: the same bytes in a file, Redis and LMCache.
 
 Little-endian. The reader computes what every field except writer epoch, digest and CRC must be, and compares, before it
 reads the payload where the store reads in parts. Any difference is a PageError: a miss that is counted and recomputed,
-never a wrong token. Pages that NIXL reads from memory have no header; `NixlConnector._verify` in kv_transfer/nixl/connector.py compares
-their digest.
+never a wrong token. Pages that NIXL reads from memory have no header; `NixlConnector._verify` in
+kv_transfer/nixl/connector.py compares their digest.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_prompts_are_not_hashed_for_scorers_that_ignore_prefixes() -> None:
     ("text", "hint"),
     [
         ("prefx=3", "did you mean prefix?"),
-        ("quux=1", "known: queue, waiting_tokens, kv_pressure, prefix, session, and module:Name"),
+        ("zzz=1", "known: queue, waiting_tokens, kv_pressure, prefix, session, and module:Name"),
         ("queue=fast", "a weight is a number above 0, as in queue=1"),
         ("queue=0", "above 0"),
         ("queue=nan", "above 0"),
