@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +28,15 @@ from tandem.bench.serve.workload import (
 )
 from tandem.client.credentials import Credentials
 from tandem.client.registry import credentials_for
+from tandem.connectors import without_logins
 from tandem.demo import MODEL_DIR
 
 _DEFAULT_RATE = 2.0
 _DEFAULT_NUM_REQUESTS = 60
 _DEFAULT_NUM_WARM_UP = 4
+_API_KEY = "OPENAI_API_KEY"
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)  # RFC 9110, token
+_HEADER_VALUE = re.compile(r"[\t -~]*")
 
 
 class InvalidOption(ValueError):
@@ -117,8 +122,9 @@ class ServeOptions:
             raise InvalidOption("--rate inf sends all at once, so it goes with --num-requests, not with --duration")
 
     def as_settings(self) -> dict[str, Any]:
-        """For the results file, without header values, which may be secret."""
+        """For the results file, without header values and the login of a URL, which may be secret."""
         named = asdict(self)
+        named["url"] = self.url and without_logins(self.url)
         named["rates"] = [str(rate) if rate == float("inf") else rate for rate in self.rates]
         named["headers"] = [header.partition(":")[0] for header in self.headers]
         return named
@@ -205,14 +211,25 @@ def _grpc_endpoint(options: ServeOptions, credentials: Credentials | None) -> En
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
     """The last one of each name, whatever its case; OPENAI_API_KEY's comes first."""
-    key = os.environ.get("OPENAI_API_KEY")
+    key = os.environ.get(_API_KEY, "").strip()
+    _check_header_value(_API_KEY, key)
     headers = {"authorization": ("Authorization", f"Bearer {key}")} if key else {}
     for header in given:
         name, colon, value = header.partition(":")
         if not colon or not name.strip():
             raise InvalidOption(f"--header {header!r}: write 'Name: value'")
-        headers[name.strip().lower()] = (name.strip(), value.strip())
+        name, value = name.strip(), value.strip()
+        if not _HEADER_NAME.fullmatch(name):
+            raise InvalidOption(f"--header {name!r}: a name has letters, digits and hyphens; write 'Name: value'")
+        _check_header_value(f"the value of --header {name}", value)
+        headers[name.lower()] = (name, value)
     return dict(headers.values())
+
+
+def _check_header_value(source: str, value: str) -> None:
+    """Raises InvalidOption, without the value, which may be secret."""
+    if not _HEADER_VALUE.fullmatch(value):
+        raise InvalidOption(f"{source} must be printable ASCII, without line breaks")
 
 
 def _extra_body(text: str | None) -> Mapping[str, Any]:

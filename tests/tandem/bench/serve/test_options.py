@@ -40,6 +40,8 @@ def refused(*args: str) -> str:
         (("--url", "http://h", "--extra-body", '{"best_of": 2}'), "--extra-body has best_of 2: only 1 is allowed"),
         (("--url", "http://h", "--model", "\udcff"), "Error: --model '\\udcff' is not UTF-8"),
         (("--url", "http://h", "--header", "x"), "Error: --header 'x': write 'Name: value'"),
+        (("--url", "http://h", "--header", "X-Team: Jürgen"), "Error: the value of --header X-Team must be printable"),
+        (("--url", "http://h", "--header", "X Team: a"), "Error: --header 'X Team': a name has letters, digits"),
         (("--url", "h:80"), "write one like http://"),
         (("--goodput", "itl:5"), "ttft:MS, tpot:MS or e2e:MS"),
         (("--goodput", "ttft:soon"), "is not a number of milliseconds"),
