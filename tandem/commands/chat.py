@@ -24,7 +24,16 @@ import click
 
 from engine.errors import suggestion
 from tandem.commands import calculator
-from tandem.commands.options import Choice, IntRange, call_options, calling_client, counted, sampling_options
+from tandem.commands.options import (
+    Choice,
+    IntRange,
+    call_options,
+    calling_client,
+    counted,
+    is_terminal,
+    sampling_options,
+    standard_input,
+)
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -81,17 +90,18 @@ def command(
       tandem chat --stats                               which instances answered, TTFT and ITL
       echo "What is a tandem?" | tandem chat --address 127.0.0.1:50051
     """
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    messages = standard_input()
+    is_dialogue = is_terminal(messages) and is_terminal(sys.stdout)
     with calling_client(address, timeout_s) as client:
         info = client.model_info()
         if not info.supports_chat:
             raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
         chat = _Chat(client, info.model, system, sampling, stats, tool)
-        if is_terminal:
+        if is_dialogue:
             click.echo(f"{info.model} at {client.address}; /help lists the commands, Ctrl-D ends")
             _talk(chat, _terminal_lines(_session()))
         else:
-            _obey(chat, _piped_lines(sys.stdin))
+            _obey(chat, _piped_lines(messages))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -141,6 +141,18 @@ def end_signals() -> list[signal.Signals]:
     """Those that end a command; not a SIGHUP that is ignored, as under nohup."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignores_hangup else [signal.SIGHUP])]
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether it is one; a standard stream that is closed (`2>&-`) is None."""
+    return stream is not None and stream.isatty()
+
+
+def standard_input() -> TextIO:
+    """Raises ClickException where it is closed."""
+    if sys.stdin is None:
+        raise click.ClickException("standard input is closed")
+    return sys.stdin
 
 
 def echo_or_drop(text: str, *, err: bool = False) -> str:

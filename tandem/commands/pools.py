@@ -15,7 +15,15 @@ import click
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands import Group
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
-from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, counted, given_options, option_group
+from tandem.commands.options import (
+    INTERRUPTED,
+    FloatRange,
+    IntRange,
+    counted,
+    given_options,
+    is_terminal,
+    option_group,
+)
 from tandem.local_stack.settings import unknown_pool
 
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
@@ -79,7 +87,7 @@ def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
             if as_json:
                 click.echo(json.dumps(_pools_as_dict(answer.pools)))
             else:
-                click.echo((_CLEAR_SCREEN if sys.stdout.isatty() else "") + _pools_table(answer.pools) + "\n")
+                click.echo((_CLEAR_SCREEN if is_terminal(sys.stdout) else "") + _pools_table(answer.pools) + "\n")
     except KeyboardInterrupt:
         return
     click.echo("the router stopped", err=True)

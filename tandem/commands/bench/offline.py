@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, option_group, write_errors
+from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, is_terminal, option_group, write_errors
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -190,7 +190,7 @@ def throughput(
 
     llm = _make_engine(**engine)
     lengths = spread_lengths(requests, input_len, output_len, spread, seed)
-    shows = sys.stderr.isatty()
+    shows = is_terminal(sys.stderr)
     try:
         result = measure_throughput(llm, lengths, num_warm_up=warm_up, seed=seed, show_progress=shows)
     except CannotMeasure as error:

@@ -125,6 +125,15 @@ def test_a_mistake_is_answered_with_what_to_type(stack: Background, text: str | 
     assert "Traceback" not in result.output
 
 
+def test_a_closed_standard_input_has_no_messages(
+    stack: Background, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit):
+        main(("chat", "--address", stack.address))
+    assert capsys.readouterr().err == "Error: standard input is closed\n"
+
+
 def test_without_a_router_it_says_how_to_start_one() -> None:
     result = CliRunner().invoke(main, ("chat",), input="hi\n")
     assert result.exit_code != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -63,6 +64,14 @@ def test_a_router_that_freezes_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -
     with frozen_server(1) as address:
         status, output = run("--watch", "--admin", address)
     assert (status, "ping timeout" in output) == (1, True), output
+
+
+def test_a_closed_standard_output_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    pools._watch(lambda name, request: [pools_pb2.WatchPoolsResponse()], 1.0, as_json=False)
+    assert capsys.readouterr().err == "the router stopped\n"
 
 
 def test_instances_with_several_weights_show_them() -> None:
