@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
+MAX_GIB = 1 << 20
+"""Of memory, as an option gives it: more is a typing error."""
 INTERRUPTED = 130
 """A shell's exit status for Ctrl-C."""
 _META = "tandem.client.credentials"
@@ -40,9 +42,12 @@ def _allowed(kind: click.IntRange | click.FloatRange) -> str:
     noun = "an integer" if isinstance(kind, click.IntRange) else "a number"
     if kind.min is None:
         return noun
+    lowest = f"{'above' if kind.min_open else 'at least'} {kind.min:g}"
     if kind.max is None:
-        return f"{noun}, {'above' if kind.min_open else 'at least'} {kind.min:g}"
-    return f"{noun}, {kind.min:g} to {kind.max:g}"
+        return f"{noun}, {lowest}"
+    if kind.min_open:
+        return f"{noun}, {lowest}, at most {kind.max:.12g}"
+    return f"{noun}, {kind.min:g} to {kind.max:.12g}"
 
 
 def _is_one(value: object, *kinds: type) -> bool:

@@ -20,7 +20,7 @@ import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import has_proxy, made_state_dir
-from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
+from tandem.commands.options import MAX_GIB, Choice, FloatRange, IntRange, end_signals
 from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import CONNECTORS, ConnectorChoice
 from tandem.local_stack.desired_state import MAX_SIZE
@@ -131,7 +131,7 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
-    "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
+    "--kv-memory", type=FloatRange(min=0, min_open=True, max=MAX_GIB), metavar="GIB",
     help="KV memory of each instance; absent: a part of the free memory, at most 2; of a GPU, what is left of 90 %.",
 )  # fmt: skip
 @click.option(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
 from tandem.bench.serve.report import Objectives
-from tandem.bench.serve.traces import TooLong, TraceUse, read_trace
+from tandem.bench.serve.traces import MAX_LEN, TooLong, TraceUse, read_trace
 from tandem.bench.serve.workload import (
     MAX_REQUESTS,
     Lengths,
@@ -99,10 +99,13 @@ class ServeOptions:
     def _check(self) -> None:
         if self.address and self.url:
             raise InvalidOption("--address is a Tandem router, --url an OpenAI endpoint: give only one")
-        if self.warm_up is not None and self.warm_up > MAX_REQUESTS:
-            raise InvalidOption(f"--warm-up {self.warm_up}: at most {MAX_REQUESTS} requests")
-        if self.num_prefixes > MAX_REQUESTS:
-            raise InvalidOption(f"--num-prefixes {self.num_prefixes}: at most {MAX_REQUESTS}, each is warmed up")
+        for flag, number, limit, of_what in (
+            ("--warm-up", self.warm_up or 0, MAX_REQUESTS, " requests"),
+            ("--num-prefixes", self.num_prefixes, MAX_REQUESTS, ", each is warmed up"),
+            ("--prefix-len", self.prefix_len, MAX_LEN, " tokens"),
+        ):
+            if number > limit:
+                raise InvalidOption(f"{flag} {number}: at most {limit}{of_what}")
         if not _is_utf8(self.model):
             raise InvalidOption(f"--model {self.model!r} is not UTF-8")
         if self.burstiness is not None and self.arrivals != "gamma":
