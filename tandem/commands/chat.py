@@ -9,6 +9,7 @@ A failed message leaves the conversation as it was; an answer that Ctrl-C stops 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from tandem.commands.options import (
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
     from tandem.client.client import Client
@@ -362,17 +364,35 @@ def _session() -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import FuzzyCompleter, WordCompleter
     from prompt_toolkit.filters import Condition
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    path = _history_file()
     session: PromptSession[str] = PromptSession(
-        history=InMemoryHistory() if path is None else FileHistory(path),
+        history=_history(),
         completer=FuzzyCompleter(WordCompleter(sorted(_NAMES), sentence=True)),
         complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
         key_bindings=_bindings(),
         multiline=True,
     )
     return session
+
+
+def _history() -> History:
+    """What was typed, also in earlier conversations: of those nothing where the file cannot be read, and nothing for
+    later ones where it cannot grow, as on a full disk."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def load_history_strings(self) -> list[str]:
+            try:
+                return list(super().load_history_strings())
+            except OSError:
+                return []
+
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):
+                super().store_string(string)
+
+    path = _history_file()
+    return InMemoryHistory() if path is None else Kept(path)
 
 
 def _bindings() -> KeyBindings:

@@ -216,6 +216,20 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_continues(stack: Backgroun
     assert (tmp_path / "tandem/chat_history").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_history_that_cannot_be_read_or_grow_ends_with_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = module._session().history
+    history.append_string("kept")
+    assert list(history.load_history_strings()) == ["kept"]
+    (tmp_path / "tandem/chat_history").unlink()
+    (tmp_path / "tandem/chat_history").mkdir()  # no file can be written there, also by root
+    history.append_string("shown")
+    assert history.get_strings() == ["kept", "shown"]
+    assert list(history.load_history_strings()) == []
+
+
 def test_the_p99_of_a_short_answer_is_its_longest_gap() -> None:
     answer = module._Answer(0.0, times=[(0.01 + index * 0.0001, 1) for index in range(30)] + [(0.2, 1)])
     assert "p99 187.1 ms" in answer.report()[0], answer.report()
