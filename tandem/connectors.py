@@ -14,9 +14,14 @@ CONNECTORS = ("shared_storage", "redis", "nixl", "lmcache")
 Options = dict[str, str | int | float | bool]
 _WITH_URL, _WITH_FOLDER = ("redis", "lmcache"), ("shared_storage", "lmcache")
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_LOGIN = re.compile(r"://[^/@\s]*@")
+_LOGIN = re.compile(r"://[^/\s]*@")
 _SECRET_NAME = re.compile(r"pass|secret|token|credential|(^|_)key$", re.IGNORECASE)
 _FILE_NAME = re.compile(r"_(file|path|dir)$", re.IGNORECASE)
+
+
+def without_logins(text: str) -> str:
+    """`text` in which addresses have *** in place of a login."""
+    return _LOGIN.sub("://***@", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class ConnectorChoice:
 
     def redacted(self, text: str) -> str:
         """`text` without logins in addresses and without the values of secret options."""
-        text = _LOGIN.sub("://***@", text)
+        text = without_logins(text)
         for name, value in self.options.items():
             is_secret = _SECRET_NAME.search(name) and not _FILE_NAME.search(name)
             if is_secret and isinstance(value, str) and value:

@@ -36,7 +36,7 @@ _LOCK = "lock"
 _UNLOCKED_GRACE_S = 60.0
 _UNSEEN_KEPT_S = 86_400.0
 """How long the state file is kept of a stack whose folder is not seen here."""
-_MAX_FOLDER_BYTES = 40
+MAX_FOLDER_BYTES = 40
 """A socket's path has at most 107 bytes, of which up to 67 are below this folder."""
 _SCHEME = re.compile(r"^(ipv4:|ipv6:|dns://[^/]*/|dns:/*)")
 """gRPC's, in front of an address; that of DNS may name the server to ask."""
@@ -110,7 +110,7 @@ class StackFolder:
 def temporary_folder() -> Path:
     """The parent of stacks' folders: the system's temporary directory, or /tmp if that path is too long for sockets."""
     folder = tempfile.gettempdir()
-    return Path(folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp")
+    return Path(folder if len(os.fsencode(folder)) <= MAX_FOLDER_BYTES else "/tmp")
 
 
 def state_dir() -> Path:

@@ -9,6 +9,7 @@ A failed message leaves the conversation as it was; an answer that Ctrl-C stops 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,10 +25,20 @@ import click
 
 from engine.errors import suggestion
 from tandem.commands import calculator
-from tandem.commands.options import Choice, IntRange, call_options, calling_client, counted, sampling_options
+from tandem.commands.options import (
+    Choice,
+    IntRange,
+    call_options,
+    calling_client,
+    counted,
+    is_terminal,
+    sampling_options,
+    standard_input,
+)
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
     from tandem.client.client import Client
@@ -81,17 +92,18 @@ def command(
       tandem chat --stats                               which instances answered, TTFT and ITL
       echo "What is a tandem?" | tandem chat --address 127.0.0.1:50051
     """
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    messages = standard_input()
+    is_dialogue = is_terminal(messages) and is_terminal(sys.stdout)
     with calling_client(address, timeout_s) as client:
         info = client.model_info()
         if not info.supports_chat:
             raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
         chat = _Chat(client, info.model, system, sampling, stats, tool)
-        if is_terminal:
+        if is_dialogue:
             click.echo(f"{info.model} at {client.address}; /help lists the commands, Ctrl-D ends")
             _talk(chat, _terminal_lines(_session()))
         else:
-            _obey(chat, _piped_lines(sys.stdin))
+            _obey(chat, _piped_lines(messages))
 
 
 @dataclass(slots=True)
@@ -352,17 +364,35 @@ def _session() -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import FuzzyCompleter, WordCompleter
     from prompt_toolkit.filters import Condition
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    path = _history_file()
     session: PromptSession[str] = PromptSession(
-        history=InMemoryHistory() if path is None else FileHistory(path),
+        history=_history(),
         completer=FuzzyCompleter(WordCompleter(sorted(_NAMES), sentence=True)),
         complete_while_typing=Condition(lambda: session.default_buffer.text.startswith("/")),
         key_bindings=_bindings(),
         multiline=True,
     )
     return session
+
+
+def _history() -> History:
+    """What was typed, also in earlier conversations: of those nothing where the file cannot be read, and nothing for
+    later ones where it cannot grow, as on a full disk."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def load_history_strings(self) -> list[str]:
+            try:
+                return list(super().load_history_strings())
+            except OSError:
+                return []
+
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):
+                super().store_string(string)
+
+    path = _history_file()
+    return InMemoryHistory() if path is None else Kept(path)
 
 
 def _bindings() -> KeyBindings:

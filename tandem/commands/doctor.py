@@ -25,7 +25,7 @@ import click
 from engine.checkpoint import ModelNotFound, check_checkpoint, display_name, resolve
 from engine.errors import to_install
 from engine.machine import available_bytes, cpu_quota, usable_cores, visible_gpus
-from tandem.client.registry import temporary_folder
+from tandem.client.registry import MAX_FOLDER_BYTES, temporary_folder
 from tandem.commands.options import interruptible, kv_options
 from tandem.connectors import CONNECTORS, ConnectorChoice, Options, split_connectors
 from tandem.local_stack.preflight import IN_DOCKER, other_system
@@ -213,7 +213,7 @@ def check_kernel() -> Iterator[Finding]:
     temporary = temporary_folder()
     free = shutil.disk_usage(temporary).free
     text = f"{temporary}, {free / 2**30:.1f} GiB free"
-    remedy = "the local store lies there; set TMPDIR to a larger disk"
+    remedy = f"the local store lies there; set TMPDIR to a larger disk, by a path of at most {MAX_FOLDER_BYTES} bytes"
     yield _ok_or_warn(free > _LOW_MEMORY, "temporary files", text, remedy)
 
 

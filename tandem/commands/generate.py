@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.options import IntRange, call_options, calling_client, counted, sampling_options
+from tandem.commands.options import IntRange, call_options, calling_client, counted, sampling_options, standard_input
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
@@ -61,7 +60,7 @@ def command(
     """
     if prompt == "-":
         try:
-            prompt = sys.stdin.buffer.read().decode()
+            prompt = standard_input().buffer.read().decode()
         except UnicodeDecodeError as error:
             raise click.ClickException(f"the prompt on standard input is not UTF-8: {error}") from None
     if system is not None and not chat:

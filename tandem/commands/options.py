@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
+MAX_GIB = 1 << 20
+"""Of memory, as an option gives it: more is a typing error."""
 INTERRUPTED = 130
 """A shell's exit status for Ctrl-C."""
 _META = "tandem.client.credentials"
@@ -40,9 +42,12 @@ def _allowed(kind: click.IntRange | click.FloatRange) -> str:
     noun = "an integer" if isinstance(kind, click.IntRange) else "a number"
     if kind.min is None:
         return noun
+    lowest = f"{'above' if kind.min_open else 'at least'} {kind.min:g}"
     if kind.max is None:
-        return f"{noun}, {'above' if kind.min_open else 'at least'} {kind.min:g}"
-    return f"{noun}, {kind.min:g} to {kind.max:g}"
+        return f"{noun}, {lowest}"
+    if kind.min_open:
+        return f"{noun}, {lowest}, at most {kind.max:.12g}"
+    return f"{noun}, {kind.min:g} to {kind.max:.12g}"
 
 
 def _is_one(value: object, *kinds: type) -> bool:
@@ -141,6 +146,18 @@ def end_signals() -> list[signal.Signals]:
     """Those that end a command; not a SIGHUP that is ignored, as under nohup."""
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignores_hangup else [signal.SIGHUP])]
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether it is one; a standard stream that is closed (`2>&-`) is None."""
+    return stream is not None and stream.isatty()
+
+
+def standard_input() -> TextIO:
+    """Raises ClickException where it is closed."""
+    if sys.stdin is None:
+        raise click.ClickException("standard input is closed")
+    return sys.stdin
 
 
 def echo_or_drop(text: str, *, err: bool = False) -> str:

@@ -15,11 +15,20 @@ import click
 from protos.tandem.v1 import common_pb2, pools_pb2
 from tandem.commands import Group
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
-from tandem.commands.options import INTERRUPTED, FloatRange, IntRange, counted, given_options, option_group
+from tandem.commands.options import (
+    INTERRUPTED,
+    FloatRange,
+    IntRange,
+    counted,
+    given_options,
+    is_terminal,
+    option_group,
+)
 from tandem.local_stack.settings import unknown_pool
 
 _CLEAR_SCREEN = "\x1b[H\x1b[J"
 _POLL_INTERVAL_S = 0.25
+_MAX_TOKENS = 1 << 24
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 _timeout_option = click.option(
     "--timeout", "timeout_s", type=FloatRange(min=0, min_open=True), default=CALL_TIMEOUT_S, show_default=True,
@@ -79,7 +88,7 @@ def _watch(call: Callable[..., Any], interval_s: float, as_json: bool) -> None:
             if as_json:
                 click.echo(json.dumps(_pools_as_dict(answer.pools)))
             else:
-                click.echo((_CLEAR_SCREEN if sys.stdout.isatty() else "") + _pools_table(answer.pools) + "\n")
+                click.echo((_CLEAR_SCREEN if is_terminal(sys.stdout) else "") + _pools_table(answer.pools) + "\n")
     except KeyboardInterrupt:
         return
     click.echo("the router stopped", err=True)
@@ -249,7 +258,9 @@ def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int])
 
 @command.command("explain")
 @click.argument("prompt", required=False)
-@click.option("--tokens", "num_tokens", type=IntRange(min=1), help="Instead of PROMPT: a prompt of so many tokens.")
+@click.option(
+    "--tokens", "num_tokens", type=IntRange(1, _MAX_TOKENS), help="Instead of PROMPT: a prompt of so many tokens."
+)
 @click.option("--session", default="", metavar="NAME", help="As if it belonged to this session.")
 @click.option("--cache-salt", default="", metavar="TEXT", help="As if it were sent with this salt.")
 @_call_options
@@ -268,10 +279,10 @@ def _explain(
     """
     if prompt is not None and num_tokens is not None:
         raise click.UsageError("PROMPT and --tokens exclude each other")
-    request = pools_pb2.ExplainPickRequest(session=session, cache_salt=cache_salt, text=prompt or "")
-    if prompt is None:
-        request.token_ids.CopyFrom(common_pb2.TokenIds(ids=[0] * (num_tokens or 1)))
     with admin_calls() as call:
+        request = pools_pb2.ExplainPickRequest(session=session, cache_salt=cache_salt, text=prompt or "")
+        if prompt is None:
+            request.token_ids.CopyFrom(common_pb2.TokenIds(ids=[0] * (num_tokens or 1)))
         answer = call("ExplainPick", request, timeout=timeout_s)
     click.echo(json.dumps(_pick_as_dict(answer), indent=2) if as_json else _pick_text(answer))
 
@@ -339,8 +350,8 @@ def _drain(name: str, grace_s: float, timeout_s: float, as_json: bool) -> None:
       tandem pools drain decode-1
       tandem pools drain 10.0.0.9:7000 --grace-s 120
     """
-    request = pools_pb2.DrainInstanceRequest(instance=name, grace_s=grace_s)
     with admin_calls() as call:
+        request = pools_pb2.DrainInstanceRequest(instance=name, grace_s=grace_s)
         listed = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=timeout_s)
         answer = call("DrainInstance", request, timeout=timeout_s)
     if as_json:

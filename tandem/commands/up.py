@@ -20,7 +20,7 @@ import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
 from tandem.client.registry import has_proxy, made_state_dir
-from tandem.commands.options import Choice, FloatRange, IntRange, end_signals
+from tandem.commands.options import MAX_GIB, Choice, FloatRange, IntRange, end_signals
 from tandem.commands.stack_file import read_stack_file
 from tandem.connectors import CONNECTORS, ConnectorChoice
 from tandem.local_stack.desired_state import MAX_SIZE
@@ -131,7 +131,7 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output in tokens.")
 @click.option(
-    "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
+    "--kv-memory", type=FloatRange(min=0, min_open=True, max=MAX_GIB), metavar="GIB",
     help="KV memory of each instance; absent: a part of the free memory, at most 2; of a GPU, what is left of 90 %.",
 )  # fmt: skip
 @click.option(
@@ -278,9 +278,11 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
     free, num_instances = available_bytes(), settings.num_prefill + settings.num_decode
     given = f"--kv-memory {num_bytes / _GIB:.6g}"
     if settings.device == "cpu" and num_bytes * num_instances > free:
+        most = math.floor(free / num_instances / _GIB * 1000) / 1000
         raise click.ClickException(
             f"{given}: {num_instances} instances need {num_bytes * num_instances / _GIB:.1f} GiB for their KV, and "
-            f"{free / _GIB:.1f} GiB are free; at most --kv-memory {math.floor(free / num_instances / _GIB * 10) / 10:g}"
+            f"{free / _GIB:.1f} "
+            + (f"GiB are free; at most --kv-memory {most:.12g}" if most else "GiB are free; start fewer instances")
         )
     token_bytes = config.kv_layout(dtype=settings.dtype or "auto", block_size=1).bytes_per_block  # type: ignore[arg-type]
     num_tokens, needed = num_bytes // token_bytes, length or _MIN_KV_TOKENS

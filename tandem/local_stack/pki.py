@@ -89,11 +89,12 @@ class StackCa:
 def write_stack_files(folder: Path, host: str) -> None:
     """Creates `folder` (0700) with ca.crt and a .crt and .key (0600) for the router, the instances and the operator.
 
-    `host` is the router's.
+    `host` is the router's, ASCII.
     """
     folder.mkdir(mode=0o700)
     authority = StackCa()
-    hosts = (host, "127.0.0.1", "::1", "localhost", socket.gethostname())
+    own = [name for name in (socket.gethostname(),) if name.isascii()]  # as the names in certificates must be
+    hosts = (host, "127.0.0.1", "::1", "localhost", *own)
     issued = {name: authority.issue(name, hosts) for name in (ROUTER, INSTANCE, OPERATOR)}
     files = {"ca.crt": authority.certificate}
     files |= {f"{name}.crt": one.certificate for name, one in issued.items()}

@@ -52,6 +52,8 @@ def other_system() -> str | None:
 
 def check_addresses(settings: StackSettings) -> None:
     """Reports early, by the flag's name, what a process would report seconds later. Raises ValueError."""
+    if settings.tls and not settings.host.isascii():
+        raise ValueError(f"--host {settings.host}: the certificates of --tls need an ASCII name (xn--…) or an address")
     _check_port(settings.host, "--port", settings.port)
     _check_port(settings.host, "--http-port", settings.http_port or 0)
     if settings.port and settings.port == settings.http_port:

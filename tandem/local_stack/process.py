@@ -143,7 +143,7 @@ class ManagedProcess:
         status = self.exit_status
         if status is None:
             return "is still running"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
     def start_up_texts(self) -> list[str]:
         """What it logged about its start, the last ones."""
@@ -170,6 +170,13 @@ class ManagedProcess:
                 return log.read().decode(errors="replace").splitlines()[-count:]
         except OSError:
             return []
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
 
 
 def _message(line: str) -> str:

@@ -155,9 +155,10 @@ def config_warnings(info: Mapping[str, object]) -> list[str]:
             "maxmemory is not set: pages may take all of that machine's memory. Set it to what KV may use, e.g."
             " `maxmemory 16gb`"
         )
-    elif limit and used is not None and used > _NEARLY_FULL * limit:
+    elif policy == "noeviction" and limit and used is not None and used > _NEARLY_FULL * limit:
         warnings.append(
-            f"{used / limit:.0%} of maxmemory is in use: what does not fit is not saved until other pages have expired"
+            f"{used / limit:.0%} of maxmemory is in use, and maxmemory-policy is noeviction: what does not fit is not"
+            " saved until other pages have expired"
         )
     if info.get("role") == "slave":
         warnings.append("it is a replica: pages can be read and not saved. Give the primary's address")

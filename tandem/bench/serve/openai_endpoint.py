@@ -22,6 +22,7 @@ import httpx
 import msgspec
 
 from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel, check_finished
+from tandem.connectors import without_logins
 
 MAX_EVENT_BYTES = 16 << 20
 
@@ -127,8 +128,9 @@ class OpenAIEndpoint:
         extra_body: Mapping[str, Any] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self.name = f"{self._url} (OpenAI)"
+        url = url.rstrip("/").removesuffix("/v1")
+        self._shown_url = without_logins(url)
+        self.name = f"{self._shown_url} (OpenAI)"
         self.counting = _ONE_BY_ONE
         self._model = model
         self._to_text = to_text
@@ -136,7 +138,7 @@ class OpenAIEndpoint:
         self._stream_options = _USAGE_IN_EACH
         self._rests = set[asyncio.Task[None]]()
         self._client = httpx.AsyncClient(
-            base_url=_checked(self._url),
+            base_url=_checked(url),
             headers=dict(headers or {}),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S),
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
@@ -156,9 +158,9 @@ class OpenAIEndpoint:
             hint = "check the address, and that it serves /v1/models; if it has no such page, give --model"
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 hint = "--ca-file FILE: the CA that issued its certificate; the certificate must have the URL's host"
-            raise RequestFailed("UNAVAILABLE", f"{self._url}: {_shown(error)} ({hint})") from None
+            raise RequestFailed("UNAVAILABLE", f"{self._shown_url}: {_shown(error)} ({hint})") from None
         if not self._model and not models:
-            raise RequestFailed("UNAVAILABLE", f"{self._url} lists no model; give --model NAME")
+            raise RequestFailed("UNAVAILABLE", f"{self._shown_url} lists no model; give --model NAME")
         found = next((one for one in models if one.id == self._model), None if self._model else models[0])
         self._model = found.id if found else self._model
         return ServedModel(self._model, found.max_model_len if found else None)
@@ -172,9 +174,9 @@ class OpenAIEndpoint:
                 self._stream_options = _USAGE_AT_END
                 stream = await self._streamed(request, on_tokens, _USAGE_AT_END)
         except httpx.ConnectError as error:
-            raise RequestFailed("CONNECTION REFUSED", f"{self._url}: {_shown(error)}") from None
+            raise RequestFailed("CONNECTION REFUSED", f"{self._shown_url}: {_shown(error)}") from None
         except httpx.HTTPError as error:
-            raise RequestFailed("CONNECTION LOST", f"{self._url}: {_shown(error)}") from None
+            raise RequestFailed("CONNECTION LOST", f"{self._shown_url}: {_shown(error)}") from None
         except (msgspec.MsgspecError, EventTooLong) as error:
             raise RequestFailed("BAD EVENT", _shown(error)) from None
         answer = stream.finished()
@@ -292,12 +294,14 @@ class _Stream:
 
 
 def _checked(url: str) -> httpx.URL:
+    shown = without_logins(url)
     try:
         checked = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is not the URL of a server: {error}; write one like http://127.0.0.1:8000") from None
+        problem = f"{shown!r} is not the URL of a server: {without_logins(str(error))}"
+        raise ValueError(f"{problem}; write one like http://127.0.0.1:8000") from None
     if checked.scheme not in ("http", "https") or not checked.host:
-        raise ValueError(f"{url!r} is not the URL of a server; write one like http://127.0.0.1:8000")
+        raise ValueError(f"{shown!r} is not the URL of a server; write one like http://127.0.0.1:8000")
     return checked
 
 
@@ -312,7 +316,7 @@ def _decoded(data: bytes, kind: type[_T]) -> _T:
 
 
 def _shown(error: Exception) -> str:
-    return _cut(str(error)) or type(error).__name__
+    return _cut(without_logins(str(error))) or type(error).__name__
 
 
 def _cut(text: str) -> str:

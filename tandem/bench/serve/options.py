@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import ssl
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
 from tandem.bench.serve.report import Objectives
-from tandem.bench.serve.traces import TooLong, TraceUse, read_trace
+from tandem.bench.serve.traces import MAX_LEN, TooLong, TraceUse, read_trace
 from tandem.bench.serve.workload import (
     MAX_REQUESTS,
     Lengths,
@@ -27,11 +28,15 @@ from tandem.bench.serve.workload import (
 )
 from tandem.client.credentials import Credentials
 from tandem.client.registry import credentials_for
+from tandem.connectors import without_logins
 from tandem.demo import MODEL_DIR
 
 _DEFAULT_RATE = 2.0
 _DEFAULT_NUM_REQUESTS = 60
 _DEFAULT_NUM_WARM_UP = 4
+_API_KEY = "OPENAI_API_KEY"
+_HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)  # RFC 9110, token
+_HEADER_VALUE = re.compile(r"[\t -~]*")
 
 
 class InvalidOption(ValueError):
@@ -94,10 +99,13 @@ class ServeOptions:
     def _check(self) -> None:
         if self.address and self.url:
             raise InvalidOption("--address is a Tandem router, --url an OpenAI endpoint: give only one")
-        if self.warm_up is not None and self.warm_up > MAX_REQUESTS:
-            raise InvalidOption(f"--warm-up {self.warm_up}: at most {MAX_REQUESTS} requests")
-        if self.num_prefixes > MAX_REQUESTS:
-            raise InvalidOption(f"--num-prefixes {self.num_prefixes}: at most {MAX_REQUESTS}, each is warmed up")
+        for flag, number, limit, of_what in (
+            ("--warm-up", self.warm_up or 0, MAX_REQUESTS, " requests"),
+            ("--num-prefixes", self.num_prefixes, MAX_REQUESTS, ", each is warmed up"),
+            ("--prefix-len", self.prefix_len, MAX_LEN, " tokens"),
+        ):
+            if number > limit:
+                raise InvalidOption(f"{flag} {number}: at most {limit}{of_what}")
         if not _is_utf8(self.model):
             raise InvalidOption(f"--model {self.model!r} is not UTF-8")
         if self.burstiness is not None and self.arrivals != "gamma":
@@ -117,8 +125,9 @@ class ServeOptions:
             raise InvalidOption("--rate inf sends all at once, so it goes with --num-requests, not with --duration")
 
     def as_settings(self) -> dict[str, Any]:
-        """For the results file, without header values, which may be secret."""
+        """For the results file, without header values and the login of a URL, which may be secret."""
         named = asdict(self)
+        named["url"] = self.url and without_logins(self.url)
         named["rates"] = [str(rate) if rate == float("inf") else rate for rate in self.rates]
         named["headers"] = [header.partition(":")[0] for header in self.headers]
         return named
@@ -205,14 +214,25 @@ def _grpc_endpoint(options: ServeOptions, credentials: Credentials | None) -> En
 
 def _headers(given: Sequence[str]) -> dict[str, str]:
     """The last one of each name, whatever its case; OPENAI_API_KEY's comes first."""
-    key = os.environ.get("OPENAI_API_KEY")
+    key = os.environ.get(_API_KEY, "").strip()
+    _check_header_value(_API_KEY, key)
     headers = {"authorization": ("Authorization", f"Bearer {key}")} if key else {}
     for header in given:
         name, colon, value = header.partition(":")
         if not colon or not name.strip():
             raise InvalidOption(f"--header {header!r}: write 'Name: value'")
-        headers[name.strip().lower()] = (name.strip(), value.strip())
+        name, value = name.strip(), value.strip()
+        if not _HEADER_NAME.fullmatch(name):
+            raise InvalidOption(f"--header {name!r}: a name has letters, digits and hyphens; write 'Name: value'")
+        _check_header_value(f"the value of --header {name}", value)
+        headers[name.lower()] = (name, value)
     return dict(headers.values())
+
+
+def _check_header_value(source: str, value: str) -> None:
+    """Raises InvalidOption, without the value, which may be secret."""
+    if not _HEADER_VALUE.fullmatch(value):
+        raise InvalidOption(f"{source} must be printable ASCII, without line breaks")
 
 
 def _extra_body(text: str | None) -> Mapping[str, Any]:

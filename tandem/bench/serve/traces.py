@@ -32,7 +32,8 @@ from tandem.bench.serve.endpoint import PlannedRequest
 
 HASH_BLOCK_LEN = 512
 """Tokens that one hash id stands for in Mooncake's own traces."""
-_MAX_LEN = 1 << 24
+MAX_LEN = 1 << 24
+"""Tokens of a prompt or an answer."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _AZURE_EXAMPLE = "2023-11-16 18:15:46.6805900,374,44"
 _MOONCAKE_EXAMPLE = '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}'
@@ -224,8 +225,8 @@ class _Lines:
         return TraceError(f"{self._path}, line {self.number}: {problem}; expected {expected}")
 
     def length(self, value: int, name: str) -> int:
-        if not 1 <= value <= _MAX_LEN:
-            raise self.error(f"{name} is {value}", f"a number of tokens from 1 to {_MAX_LEN}")
+        if not 1 <= value <= MAX_LEN:
+            raise self.error(f"{name} is {value}", f"a number of tokens from 1 to {MAX_LEN}")
         return value
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from tandem.bench.serve.endpoint import PlannedRequest
-from tandem.bench.serve.traces import TracePlan, TraceRow, TraceUse, plan, plan_each
+from tandem.bench.serve.traces import MAX_LEN, TracePlan, TraceRow, TraceUse, plan, plan_each
 
 MAX_REQUESTS = 1_000_000
 """Of one run: all of them are in memory before the first one is sent."""
@@ -133,6 +133,8 @@ class Lengths:
             raise ValueError(
                 f"lengths from {self.low} to {self.high}: the first must be at least 1, the second no less"
             )
+        if self.high > MAX_LEN:
+            raise ValueError(f"lengths from {self.low} to {self.high}: the second must be at most {MAX_LEN}")
 
     @classmethod
     def parse(cls, text: str) -> Lengths:

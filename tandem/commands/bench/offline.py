@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tandem.commands.options import Choice, FloatRange, IntRange, OutputFile, option_group, write_errors
+from tandem.commands.options import (
+    MAX_GIB,
+    Choice,
+    FloatRange,
+    IntRange,
+    OutputFile,
+    is_terminal,
+    option_group,
+    write_errors,
+)
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -45,7 +54,7 @@ _engine_options = option_group(
         help="Most tokens in one step: the chunk of chunked prefill.",
     ),
     click.option(
-        "--kv-memory", type=FloatRange(min=0, min_open=True), metavar="GIB",
+        "--kv-memory", type=FloatRange(min=0, min_open=True, max=MAX_GIB), metavar="GIB",
         help="KV memory; absent: a part of the free memory.",
     ),
     click.option("--seed", type=IntRange(min=0), default=0, show_default=True, help="Seed of the prompts."),
@@ -190,7 +199,7 @@ def throughput(
 
     llm = _make_engine(**engine)
     lengths = spread_lengths(requests, input_len, output_len, spread, seed)
-    shows = sys.stderr.isatty()
+    shows = is_terminal(sys.stderr)
     try:
         result = measure_throughput(llm, lengths, num_warm_up=warm_up, seed=seed, show_progress=shows)
     except CannotMeasure as error:

@@ -36,6 +36,7 @@ from tandem.commands.options import (
     end_signals,
     given_credentials,
     given_options,
+    is_terminal,
     option_group,
     write_errors,
 )
@@ -377,7 +378,7 @@ class LoadDisplay:
 
     def begin(self, rate: float | None, requests: Sequence[PlannedRequest]) -> None:
         echo_or_drop(f"{format_rate(rate)}: {len(requests)} requests …", err=True)
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             from tqdm import tqdm
 
             self._bar = tqdm(total=len(requests), unit="request", miniters=0, leave=False, file=sys.stderr)

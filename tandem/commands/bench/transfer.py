@@ -18,6 +18,7 @@ from tandem.commands.options import (
     echo_or_drop,
     given_options,
     interruptible,
+    is_terminal,
     kv_options,
     write_errors,
 )
@@ -195,7 +196,7 @@ class _ProgressLine:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._is_live = sys.stderr.isatty()
+        self._is_live = is_terminal(sys.stderr)
         if not self._is_live:
             click.echo(f"measuring {name} …", err=True)
 

@@ -10,7 +10,7 @@ import click
 
 from engine.errors import to_install
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_calls, admin_options, admin_target
-from tandem.commands.options import FloatRange
+from tandem.commands.options import FloatRange, is_terminal
 
 
 @click.command("top")
@@ -46,7 +46,7 @@ def command(interval_s: float, metrics: str | None) -> None:
     with admin_calls() as call:  # a wrong address is an error of the command line, not of the screen
         first = call("ListPools", pools_pb2.ListPoolsRequest(), timeout=CALL_TIMEOUT_S)
     read_at_s = time.monotonic()  # the import of the screen takes a while
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.ClickException("tandem top needs a terminal; `tandem pools` and `tandem pools --watch` do not")
     from tandem.commands.top.screen import TopApp
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,14 @@ def bench(*args: str) -> tuple[int, str]:
 def test_progress_goes_to_terminals_alone() -> None:
     status, output = bench("throughput", *SMALL, "--num-prompts", "4")
     assert (status, output.partition(" requests")[0]) == (0, "4"), output
+
+
+def test_a_closed_standard_error_shows_no_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    main(["bench", "throughput", *SMALL, "--num-prompts", "4"], standalone_mode=False)
+    assert capsys.readouterr().out.startswith("4 requests")
 
 
 def test_the_command_latency_prints_what_it_writes_to_json(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tandem.bench.transfer.endpoint import Shape, SourceEndpoint, TransferEndpoi
 from tandem.bench.transfer.measure import Figures, Result, measure, table
 from tandem.bench.transfer.media import Medium, SharedStorageMedium, medium_of, transport
 from tandem.cli import main
+from tandem.commands.bench.transfer import _ProgressLine
 from tandem.commands.options import interruptible
 from tandem.connectors import ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
@@ -279,6 +280,13 @@ def test_a_source_that_does_not_take_its_settings_leaves_no_process(monkeypatch:
     with pytest.raises(TransferFailed):
         SourceEndpoint(Shape(2, 64), KVConnectorConfig(class_path="mine:Mine"), FINGERPRINT, seed=1)
     assert psutil.Process().children() == before
+
+
+def test_a_closed_standard_error_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    progress = _ProgressLine("nixl")
+    progress.show("round 1")
+    progress.clear()
 
 
 def test_shares_are_ratios_of_medians() -> None:

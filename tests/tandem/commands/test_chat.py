@@ -125,6 +125,15 @@ def test_a_mistake_is_answered_with_what_to_type(stack: Background, text: str | 
     assert "Traceback" not in result.output
 
 
+def test_a_closed_standard_input_has_no_messages(
+    stack: Background, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit):
+        main(("chat", "--address", stack.address))
+    assert capsys.readouterr().err == "Error: standard input is closed\n"
+
+
 def test_without_a_router_it_says_how_to_start_one() -> None:
     result = CliRunner().invoke(main, ("chat",), input="hi\n")
     assert result.exit_code != 0
@@ -205,6 +214,20 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_continues(stack: Backgroun
     history = (tmp_path / "tandem/chat_history").read_text()
     assert "+tell me\n+a story\n" in history
     assert (tmp_path / "tandem/chat_history").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_history_that_cannot_be_read_or_grow_ends_with_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = module._session().history
+    history.append_string("kept")
+    assert list(history.load_history_strings()) == ["kept"]
+    (tmp_path / "tandem/chat_history").unlink()
+    (tmp_path / "tandem/chat_history").mkdir()  # no file can be written there, also by root
+    history.append_string("shown")
+    assert history.get_strings() == ["kept", "shown"]
+    assert list(history.load_history_strings()) == []
 
 
 def test_the_p99_of_a_short_answer_is_its_longest_gap() -> None:

@@ -125,6 +125,7 @@ def test_low_disk_and_shared_memory_are_warnings(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1 << 20))
     found = {finding.subject: finding for finding in doctor.check_kernel()}
     assert found["/dev/shm"].verdict == found["temporary files"].verdict == "warn"
+    assert "TMPDIR to a larger disk, by a path of at most 40 bytes" in found["temporary files"].remedy
 
 
 @pytest.mark.parametrize(("gpus", "verdict"), [(["0"], "warn"), ([], "ok")])

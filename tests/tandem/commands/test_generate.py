@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,15 @@ def test_the_times_are_without_the_listing_of_log_probabilities(
 def test_a_single_token_has_no_time_between_tokens(stack: Background) -> None:
     _, output = generate("--address", stack.address, "--max-tokens", "1", "--stats")
     assert re.search(r"\n1 token; first after \d+ ms\n$", output)
+
+
+def test_a_closed_standard_input_has_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit):
+        main(("generate", "-", "--address", "127.0.0.1:1"))
+    assert capsys.readouterr().err == "Error: standard input is closed\n"
 
 
 def test_no_time_at_all_is_a_mistake() -> None:

@@ -48,6 +48,14 @@ def test_on_a_terminal_a_bar_shows_requests_in_flight_done_and_failed(
     assert "1 ok, 0 failed" in capsys.readouterr().out
 
 
+def test_a_closed_standard_error_costs_the_progress_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    run(display())
+    assert "1 ok, 0 failed" in capsys.readouterr().out
+
+
 def test_elsewhere_there_is_a_line_for_each_run_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     run(display())
     out, err = capsys.readouterr()

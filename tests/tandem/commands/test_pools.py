@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -63,6 +64,14 @@ def test_a_router_that_freezes_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -
     with frozen_server(1) as address:
         status, output = run("--watch", "--admin", address)
     assert (status, "ping timeout" in output) == (1, True), output
+
+
+def test_a_closed_standard_output_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    pools._watch(lambda name, request: [pools_pb2.WatchPoolsResponse()], 1.0, as_json=False)
+    assert capsys.readouterr().err == "the router stopped\n"
 
 
 def test_instances_with_several_weights_show_them() -> None:
@@ -197,7 +206,11 @@ def test_a_drain_begins_and_shows(stack: Background) -> None:
         (("drain", "decode-0", "--admin", " "), "admin: is empty; give host:port of the router's admin listener"),
         (("--admin", "127.0.0.1:1"), "--admin-listen"),
         (("explain", "hi", "--tokens", "3"), "exclude each other"),
-        (("explain", "--tokens", "0"), "allowed: an integer, at least 1"),
+        (("explain", "--tokens", "0"), "'0'; allowed: an integer, 1 to 16777216"),
+        (("explain", "--tokens", "9" * 20), "allowed: an integer, 1 to 16777216"),
+        (("explain", "caf\udce9", "--admin", "127.0.0.1:1"), "'\\udce9' in position 3: surrogates not allowed"),
+        (("explain", "hi", "--session", "\udce9", "--admin", "127.0.0.1:1"), "surrogates not allowed"),
+        (("drain", "decode-\udce9", "--admin", "127.0.0.1:1"), "surrogates not allowed"),
         (("drain",), "NAME"),
         (("drain", "x", "--grace-s", "-1"), "allowed: a number, at least 0"),
         (("resize",), "POOL=SIZE"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -357,6 +358,18 @@ def test_without_a_terminal_it_names_the_table(stack: Background) -> None:
     result = CliRunner().invoke(main, ("top", "--admin", stack.admin_address))
     assert result.exit_code != 0
     assert "needs a terminal; `tandem pools`" in result.output
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_no_terminal(
+    stack: Background, stream: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True)
+    monkeypatch.setattr(sys, stream, None)
+    with pytest.raises(SystemExit):
+        main(("top", "--admin", stack.admin_address))
+    assert capsys.readouterr().err.startswith("Error: tandem top needs a terminal")
 
 
 def test_without_textual_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

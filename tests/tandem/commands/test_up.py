@@ -209,6 +209,21 @@ def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("free", "advice"),
+    [(10 << 30, "at most --kv-memory 0.078"), (100 << 20, "start fewer instances")],
+)
+def test_advice_about_kv_memory_can_be_followed(
+    free: int, advice: str, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.machine.available_bytes", lambda: free)
+    pools = ("--prefill", "64", "--decode", "64")
+    assert run(*pools, "--kv-memory", "1").endswith(f" GiB are free; {advice}\n")
+    assert not started
+    if advice.startswith("at most"):
+        assert run(*pools, "--kv-memory", advice.split()[-1]) == ""
+
+
 def test_a_state_folder_that_cannot_be_made_is_an_error_without_a_traceback(
     tmp_path: Path, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,5 +126,10 @@ def test_what_is_mounted_says_whether_a_folder_is_in_memory() -> None:
     assert size.in_memory
 
 
+def test_a_host_that_no_certificate_can_have_is_named() -> None:
+    with pytest.raises(ValueError, match=r"--host büro: .* --tls .* ASCII"):
+        check_addresses(settings(host="büro", tls=True))
+
+
 def test_a_connector_class_of_ones_own_may_have_a_server() -> None:
     check_addresses(settings(connector="my.pages:Store", kv_url="s3://bucket"))

@@ -148,6 +148,18 @@ def test_a_dead_instance_is_not_restarted_to_drain(monkeypatch: pytest.MonkeyPat
         assert "decode-1 was killed by SIGKILL; restarting in 0.5 s" in texts
 
 
+def test_a_process_that_a_real_time_signal_kills_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a signal has no name of its own."""
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    scripted(monkeypatch, {})
+    with LocalStack(settings()) as stack:
+        process, killed_by = stack.processes["decode-0"], signal.SIGRTMIN + 1
+        first_pid = process.pid
+        process.send_signal(killed_by)
+        texts = until(stack, lambda: process.exit_status is None and process.ready and process.pid != first_pid)
+        assert texts == [f"decode-0 was killed by signal {killed_by}; restarting in 0 s", "decode-0 was restarted"]
+
+
 def fail_starts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Makes the next starts of processes fail, as at a limit on processes."""
     errors, start = [OSError(errno.EAGAIN, "no process")] * count, subprocess.Popen

@@ -305,6 +305,18 @@ def test_warnings_about_the_servers_configuration() -> None:
         assert word in warning
 
 
+def test_only_a_redis_that_evicts_nothing_is_warned_about_when_it_is_nearly_full() -> None:
+    """Others, as of the chart, are full in normal operation, and save what comes."""
+    full = {"maxmemory": "1000", "used_memory": "999", "role": "master"}
+    (warning,) = config_warnings({**full, "maxmemory_policy": "noeviction"})
+    assert "is not saved until other pages have expired" in warning
+    for policy in ("volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"):
+        assert config_warnings({**full, "maxmemory_policy": policy}) == []
+    for policy in ("allkeys-lru", "allkeys-lfu", "allkeys-random"):
+        (warning,) = config_warnings({**full, "maxmemory_policy": policy})
+        assert f"maxmemory-policy is {policy}" in warning
+
+
 def test_connector_starts_without_redis_and_warns_about_a_bad_set_up(
     own_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

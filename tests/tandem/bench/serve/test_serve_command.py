@@ -120,6 +120,32 @@ def test_the_key_of_an_endpoint_is_sent_and_never_written(serve: Serve, tmp_path
     assert "hidden" not in output + errors + (tmp_path / "j").read_text()
 
 
+def test_a_key_with_a_line_break_is_stripped_or_refused_and_never_shown(serve: Serve) -> None:
+    server = serve(FakeOpenAI())
+    options = ("--url", server.url, "--vocab-size", "500", "--rate", "inf", "--num-requests", "1")
+    status, output, errors = bench(*options, OPENAI_API_KEY="hidden\n")
+    assert status == 0, errors
+    assert server.headers["authorization"] == "Bearer hidden"
+    status, output, errors = bench(*options, OPENAI_API_KEY="hidden\nhidden")
+    assert (status, "OPENAI_API_KEY must be printable ASCII" in errors) == (2, True), errors
+    assert "hidden" not in output + errors
+
+
+@pytest.mark.parametrize("login", ["user:hidden", "user:hid@hidden"])
+def test_the_login_in_a_url_is_sent_and_never_written(login: str, serve: Serve, tmp_path: Path) -> None:
+    server = serve(FakeOpenAI())
+    url, file = server.url.replace("://", f"://{login}@"), tmp_path / "j"
+    options = ("--vocab-size", "500", "--rate", "inf", "--num-requests", "1", "--json", str(file))
+    status, output, errors = bench("--url", url, *options)
+    assert status == 0, errors
+    assert server.headers["authorization"].startswith("Basic ")
+    assert json.loads(file.read_text())["settings"]["url"] == server.url.replace("://", "://***@")
+    assert "hidden" not in output + errors + file.read_text()
+    for wrong in (f"http://{login}@127.0.0.1:1", f"http://{login}@h:port", f"ftp://{login}@h", f"{url}/absent"):
+        status, output, errors = bench("--url", wrong, *options)
+        assert (status > 0, "***@" in errors, "hidden" in output + errors) == (True, True, False), errors
+
+
 def test_a_header_replaces_the_one_of_the_same_name_in_any_case(serve: Serve) -> None:
     server = serve(FakeOpenAI())
     status, _, errors = bench(
