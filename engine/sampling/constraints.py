@@ -38,9 +38,12 @@ _IN_A_GRAMMAR = re.compile(
             \] (?=[ \t]*::=)
         | \[(?: \\. | [^\]\\] )* (?: \] | \\?\Z )             # a class of characters
       ) (?P<defines>[ \t]*::=)?
+    | (?P<lookahead>\(=)
+    | (?P<macro>(?<![\w.-]) (?: Token | ExcludeToken | TokenTagDispatch | Regex ) (?![\w.-]))
     """,
     re.VERBOSE | re.DOTALL,
 )
+_IN_GRAMMARS = "texts, classes, names of rules, groups, alternatives, * + ? {m} {m,} {m,n}, TagDispatch, Substring"
 
 INSTALL_XGRAMMAR = to_install("structured-output")
 
@@ -96,14 +99,21 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
 
 
 def _followed_exactly(grammar: str) -> str:
-    """The grammar. Raises InvalidRequest for a rule with attributes: xgrammar enforces `max_tokens` by what it has
-    masked before, so that an output could not go on from its tokens alone, and ignores `temperature`. And for a NUL,
-    where xgrammar takes the grammar to end."""
+    """The grammar. Raises InvalidRequest for a NUL, where xgrammar takes the grammar to end, and for
+
+    - a rule with attributes: xgrammar enforces `max_tokens` by what it has masked before, so that an output could not
+      go on from its tokens alone, and ignores `temperature`;
+    - a lookahead, which xgrammar ignores, and `Regex(…)`, inside which it ignores some, too;
+    - tokens by their ids: special tokens and the end of the output are never sampled inside of an output."""
     if "\0" in grammar:
         raise InvalidRequest("grammar", "contains the character U+0000", r"its escape, \u0000")
     for match in _IN_A_GRAMMAR.finditer(grammar):
         if match["defines"]:
             raise InvalidRequest("grammar", f"has a rule with attributes: {shown(match[0])}", "name ::= …")
+        if match["lookahead"]:
+            raise InvalidRequest("grammar", "has a lookahead, (= …), which is not supported", _IN_GRAMMARS)
+        if match["macro"]:
+            raise InvalidRequest("grammar", f"has {match[0]}, which is not supported", _IN_GRAMMARS)
     return grammar
 
 
