@@ -264,8 +264,8 @@ def _translated(token: str) -> str:
         return r"[^\n]"
     if token in (r"\s", r"\S"):
         return f"[{'^' if token[1] == 'S' else ''}{_SPACES}]"
-    if token.startswith("[^") and any(escape[0] == r"\S" for escape in _ESCAPE.finditer(token)):
-        return _class_of_spaces(token)
+    if token[0] == "[" and any(escape[0] == r"\S" for escape in _ESCAPE.finditer(token)):
+        return _class_by_its_spaces(token)
     token = _ESCAPE.sub(_translated_escape, token)
     return _with_caret_apart(token) if token[0] == "[" else token
 
@@ -276,14 +276,18 @@ def _translated_escape(escape: re.Match[str]) -> str:
     return f"\\u00{escape[1]}" if escape[1] else escape[0]
 
 
-def _class_of_spaces(token: str) -> str:
-    """For a negated class with `\\S`, to which xgrammar would add the no-break space; empty if it has no character."""
+def _class_by_its_spaces(token: str) -> str:
+    """For a class with `\\S`, which xgrammar takes to be without the no-break space. It has all characters but some
+    spaces or, negated, some spaces alone; empty if it has no character."""
     try:
         matches = re.compile(token, re.ASCII).fullmatch
     except re.error:
         return token  # the compiler says why
-    members = "".join(f"\\u{ord(char):04x}" for char in " \t\n\r\f\v" if matches(char))
-    return f"[{members}]" if members else ""
+    is_negated = token[1] == "^"
+    spaces = "".join(f"\\u{ord(char):04x}" for char in " \t\n\r\f\v" if (matches(char) is not None) == is_negated)
+    if is_negated:
+        return f"[{spaces}]" if spaces else ""
+    return f"[^{spaces}]" if spaces else r"[\d\D]"
 
 
 def _translated_in_json(token: str) -> str:

@@ -302,7 +302,6 @@ def test_the_largest_constraints_that_are_admitted_compile(walker: Walker, field
 
 # What is admitted
 
-
 WITHOUT_TIME_LIMIT = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
@@ -375,6 +374,14 @@ def test_outputs_match_the_regular_expression_in_python(walker: Walker, regex: s
     assert outputs
     for output in outputs:
         assert re.fullmatch(regex, output, re.ASCII), output
+
+
+@pytest.mark.parametrize("regex", [r"[\S]", r"[\s\S]+", r"[\S,]", r"[\Sa\n]{2}", r"[^\s\w]", r"[^\S]", r"\S"])
+def test_other_spaces_than_those_of_ascii_are_no_spaces(walker: Walker, regex: str) -> None:
+    for text in map("".join, itertools.product("a ,\n\u00a0\u2003", repeat=2)):
+        for part in (text, text[0]):
+            is_matched = re.fullmatch(regex, part, re.ASCII) is not None
+            assert walker.accepts(check(regex=regex), part) == is_matched, part
 
 
 def test_the_output_is_one_of_the_choices(walker: Walker) -> None:
