@@ -128,15 +128,16 @@ def engine_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of EngineConfig that `arguments` of `LLM` set. Raises NotSupported, and TypeError for other names."""
     known = set(EngineConfig.__struct_fields__) - _OF_A_PROCESS
     fields: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    """By field, the name under which it was given."""
     for name, value in supported("LLM", arguments, {*known, *RENAMED}, LLM_ARGUMENTS).items():
         field = RENAMED.get(name, name)
-        if field in fields:
-            raise TypeError(f"LLM got {field} twice: {name} is another name of it")
-        if name == "speculative_config":
-            value = _num_speculative_tokens(value)
-        if field not in _AUTOMATIC_IF_NEGATIVE or value != -1:
-            fields[field] = _our_value(field, value)
-    return {field: value for field, value in fields.items() if value is not None}
+        if value is None or (field in _AUTOMATIC_IF_NEGATIVE and value == -1):
+            continue
+        if given.setdefault(field, name) != name:
+            raise TypeError(f"LLM got {field} twice, as {given[field]} and as {name}")
+        fields[field] = _our_value(field, _num_speculative_tokens(value) if name == "speculative_config" else value)
+    return fields
 
 
 def supported(
@@ -162,10 +163,8 @@ def _check_fixed(owner: str, name: str, value: object, rule: Fixed) -> None:
     _log.warning("%s ignores %s=%s: %s", owner, name, shown(value), rule.reason)
 
 
-def _num_speculative_tokens(config: Mapping[str, Any] | None) -> int | None:
+def _num_speculative_tokens(config: Mapping[str, Any]) -> int:
     """Of vLLM's speculation by n-grams. How long these are is not ours to choose: it does not change results."""
-    if config is None:
-        return None
     num_tokens = config.get("num_speculative_tokens")
     if config.get("method") != "ngram" or num_tokens is None:
         allowed = '{"method": "ngram", "num_speculative_tokens": 5}, or num_speculative_tokens=5'
@@ -175,7 +174,7 @@ def _num_speculative_tokens(config: Mapping[str, Any] | None) -> int | None:
 
 def _our_value(field: str, value: Any) -> Any:
     """`value` in our words: vLLM takes torch's types as well as their names."""
-    if field not in _ALLOWED or value is None:
+    if field not in _ALLOWED:
         return value
     name = str(value).removeprefix("torch.")
     name = _SAME_VALUES.get(field, {}).get(name, name)

@@ -5,7 +5,6 @@ A wrong field raises `InvalidArgument` with the field's name in the message. Con
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from serving.errors import NotFound, invalid_argument
 
 MAX_SALT_BYTES = 256
 MAX_DURATION_S = 3600.0
+MAX_STEP_STRETCH = 1e6
 _REQUEST_ID = re.compile(r"[!-~]{1,256}")
 _TRANSFER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -213,8 +213,8 @@ def checked_seconds(field: str, value: float) -> float:
 def _step_stretch(value: float) -> float | None:
     if value == 0:
         return None
-    if not 1 <= value < math.inf:  # NaN neither
-        raise invalid_argument("request.step_stretch", f"is {value}", "0, or at least 1")
+    if not 1 <= value <= MAX_STEP_STRETCH:  # NaN neither
+        raise invalid_argument("request.step_stretch", f"is {value}", f"0, or 1..{MAX_STEP_STRETCH:.0f}")
     return value
 
 

@@ -137,6 +137,7 @@ class Host:
         self._events: list[Event] = []
         self._answered = False
         """Whether vLLM has answered since the last report."""
+        self._num_added = 0
         self._dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: CoreMessage) -> None:
@@ -187,6 +188,9 @@ class Host:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _add(self, request: EngineRequest) -> None:
+        if self._events:  # an earlier request may have had the same id
+            self._flush()
+        self._num_added += 1
         running = self._running[request.request_id] = _Running(request)
         if request.remote_kv is not None:
             grammar_s = self._grammars.timeout_s if request.params.is_constrained else 0.0
@@ -371,7 +375,8 @@ class Host:
     def _flush(self) -> None:
         events, self._events = self._events, []
         answered, self._answered = self._answered, False
-        self.send(Outputs(events, self._meter.load(self._count_requests(), self._link.load), answered))
+        load = self._meter.load(self._count_requests(), self._link.load)
+        self.send(Outputs(events, load, answered, self._num_added))
 
     def _count_requests(self) -> RequestCounts:
         counts = RequestCounts(num_unfinished=len(self._running))

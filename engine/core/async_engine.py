@@ -56,8 +56,10 @@ _LATE_S = 0.1
 class RequestStream:
     """The events of one request, up to the TokensEvent with a finish reason. Closing it early aborts the request."""
 
-    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+    def __init__(self, engine: AsyncEngine, request_id: str, number: int) -> None:
         self.request_id = request_id
+        self.number = number
+        """Of the request, counted from 1."""
         self._engine = engine
         self._events: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
         self._finished = False
@@ -98,6 +100,7 @@ class AsyncEngine:
         """Whether the core ended without being shut down."""
         self._link = link
         self._streams: dict[str, RequestStream] = {}
+        self._num_added = 0
         self._last_answer_s = self._last_message_s = time.monotonic()
         self._tick_due_s = math.inf
         self._load_changed = asyncio.Event()
@@ -145,7 +148,8 @@ class AsyncEngine:
             raise EngineDeadError(self.death)  # not `crashed`: the core did not end under this request
         if request.request_id in self._streams:
             raise InvalidRequest("request_id", f"{shown(request.request_id)} is already running")
-        stream = self._streams[request.request_id] = RequestStream(self, request.request_id)
+        self._num_added += 1
+        stream = self._streams[request.request_id] = RequestStream(self, request.request_id, self._num_added)
         self.send(AddRequest(request))
         return stream
 
@@ -200,15 +204,15 @@ class AsyncEngine:
                 self.load = message.load
                 self._load_changed.set()
                 for event in message.events:
-                    self._dispatch(event)
+                    self._dispatch(event, message.num_added)
 
-    def _dispatch(self, event: RequestOutput | TransferEvent) -> None:
+    def _dispatch(self, event: RequestOutput | TransferEvent, num_added: int) -> None:
         if isinstance(event, TransferEvent):
             if self.on_transfer_event is not None:
                 self.on_transfer_event(event)
             return
         stream = self._streams.get(event.request_id)
-        if stream is None:
+        if stream is None or num_added < stream.number:  # of an earlier request with this id, whose stream was closed
             return
         if isinstance(event, TokensEvent) and event.finish_reason is not None:
             del self._streams[event.request_id]

@@ -307,6 +307,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     load: EngineLoad
     answered: bool = True
     """False: sent while the model computes, so it does not say that the model is alive."""
+    num_added: int = 0
+    """Requests added before these events. An event belongs to the last of them that has its id."""
 
 
 CoreMessage = EngineInfo | Outputs

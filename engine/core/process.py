@@ -31,7 +31,7 @@ import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.core.messages import Command, CoreMessage, KVProgress, LeaseCommand, Outputs, Shutdown
+from engine.core.messages import AddRequest, Command, CoreMessage, KVProgress, LeaseCommand, Outputs, Shutdown
 from engine.errors import EngineError, start_problem, start_status, to_install
 from engine.machine import place_process, set_up_process, start_up_heap
 
@@ -149,6 +149,7 @@ def run_core(core: EngineCore, mailbox: Mailbox) -> None:
                     core.shutdown()
                     return
                 core.handle(command)
+                reporter.num_added += isinstance(command, AddRequest)
             if not core.begin_step():
                 reporter.report(heartbeat=True)
                 continue
@@ -174,6 +175,8 @@ class _Reporter:
         self._mailbox = mailbox
         self.last_s = 0.0
         """Of the last report between two steps, by which the parent sees that the core lives."""
+        self.num_added = 0
+        """Requests. Before each all events of those before it are sent."""
 
     def report(self, *, heartbeat: bool = False, force: bool = False, answered: bool = True) -> None:
         """Send new events with the load; without events send the load if `force`, or if `heartbeat` and the last report
@@ -182,7 +185,7 @@ class _Reporter:
         events = self._core.take_events()
         now = time.monotonic()
         if events or force or (heartbeat and now - self.last_s >= HEARTBEAT_S):
-            self._mailbox.send(Outputs(events, self._core.load, answered))
+            self._mailbox.send(Outputs(events, self._core.load, answered, self.num_added))
             if answered:
                 self.last_s = now
 

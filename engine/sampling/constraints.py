@@ -38,9 +38,12 @@ _IN_A_GRAMMAR = re.compile(
             \] (?=[ \t]*::=)
         | \[(?: \\. | [^\]\\] )* (?: \] | \\?\Z )             # a class of characters
       ) (?P<defines>[ \t]*::=)?
+    | (?P<lookahead>\(=)
+    | (?P<macro>(?<![\w.-]) (?: Token | ExcludeToken | TokenTagDispatch | Regex ) (?![\w.-]))
     """,
     re.VERBOSE | re.DOTALL,
 )
+_IN_GRAMMARS = "texts, classes, names of rules, groups, alternatives, * + ? {m} {m,} {m,n}, TagDispatch, Substring"
 
 INSTALL_XGRAMMAR = to_install("structured-output")
 
@@ -96,14 +99,21 @@ def check_constraint(fields: dict[str, Any]) -> Constraint | None:
 
 
 def _followed_exactly(grammar: str) -> str:
-    """The grammar. Raises InvalidRequest for a rule with attributes: xgrammar enforces `max_tokens` by what it has
-    masked before, so that an output could not go on from its tokens alone, and ignores `temperature`. And for a NUL,
-    where xgrammar takes the grammar to end."""
+    """The grammar. Raises InvalidRequest for a NUL, where xgrammar takes the grammar to end, and for
+
+    - a rule with attributes: xgrammar enforces `max_tokens` by what it has masked before, so that an output could not
+      go on from its tokens alone, and ignores `temperature`;
+    - a lookahead, which xgrammar ignores, and `Regex(…)`, inside which it ignores some, too;
+    - tokens by their ids: special tokens and the end of the output are never sampled inside of an output."""
     if "\0" in grammar:
         raise InvalidRequest("grammar", "contains the character U+0000", r"its escape, \u0000")
     for match in _IN_A_GRAMMAR.finditer(grammar):
         if match["defines"]:
             raise InvalidRequest("grammar", f"has a rule with attributes: {shown(match[0])}", "name ::= …")
+        if match["lookahead"]:
+            raise InvalidRequest("grammar", "has a lookahead, (= …), which is not supported", _IN_GRAMMARS)
+        if match["macro"]:
+            raise InvalidRequest("grammar", f"has {match[0]}, which is not supported", _IN_GRAMMARS)
     return grammar
 
 
@@ -254,8 +264,8 @@ def _translated(token: str) -> str:
         return r"[^\n]"
     if token in (r"\s", r"\S"):
         return f"[{'^' if token[1] == 'S' else ''}{_SPACES}]"
-    if token.startswith("[^") and any(escape[0] == r"\S" for escape in _ESCAPE.finditer(token)):
-        return _class_of_spaces(token)
+    if token[0] == "[" and any(escape[0] == r"\S" for escape in _ESCAPE.finditer(token)):
+        return _class_by_its_spaces(token)
     token = _ESCAPE.sub(_translated_escape, token)
     return _with_caret_apart(token) if token[0] == "[" else token
 
@@ -266,14 +276,18 @@ def _translated_escape(escape: re.Match[str]) -> str:
     return f"\\u00{escape[1]}" if escape[1] else escape[0]
 
 
-def _class_of_spaces(token: str) -> str:
-    """For a negated class with `\\S`, to which xgrammar would add the no-break space; empty if it has no character."""
+def _class_by_its_spaces(token: str) -> str:
+    """For a class with `\\S`, which xgrammar takes to be without the no-break space. It has all characters but some
+    spaces or, negated, some spaces alone; empty if it has no character."""
     try:
         matches = re.compile(token, re.ASCII).fullmatch
     except re.error:
         return token  # the compiler says why
-    members = "".join(f"\\u{ord(char):04x}" for char in " \t\n\r\f\v" if matches(char))
-    return f"[{members}]" if members else ""
+    is_negated = token[1] == "^"
+    spaces = "".join(f"\\u{ord(char):04x}" for char in " \t\n\r\f\v" if (matches(char) is not None) == is_negated)
+    if is_negated:
+        return f"[{spaces}]" if spaces else ""
+    return f"[^{spaces}]" if spaces else r"[\d\D]"
 
 
 def _translated_in_json(token: str) -> str:

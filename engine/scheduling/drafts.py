@@ -17,6 +17,7 @@ without drafts a step takes no longer than the streams' inter-token objective, a
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,9 +45,9 @@ _MAX_STRETCH = 2.0
 """Of a step by drafts."""
 _MANY_WITHOUT, _RARELY = 8, 4
 """After so many steps of streams without drafts, one in so many looks for some: 3 % of a small model's step."""
-_TOKEN_BYTES = array("i").itemsize
-_MAX_SEARCHED = 131072 * _TOKEN_BYTES
-"""Of the last tokens: some 50 us, for each stream and step."""
+_MAX_SEARCHED = 131072
+"""Of the last tokens: some 50 us for each stream and step, at most 250."""
+_NUM_CODE_POINTS = sys.maxunicode + 1
 
 
 class Predictor(Protocol):
@@ -60,23 +61,28 @@ class PromptLookup:
     """Predicts what followed when the last tokens were the same before."""
 
     def __init__(self) -> None:
-        self._tokens = bytearray()  # 32-bit integers: searched in microseconds
+        self._text = ""
 
     def predict(self, token_ids: list[int], most: int) -> list[int]:
         """As `Predictor.predict`: `most` tokens, or none."""
-        self._tokens += array("i", token_ids[len(self._tokens) // _TOKEN_BYTES :]).tobytes()
-        last = self._tokens[-_NUM_SAME * _TOKEN_BYTES :]
-        begin, end = max(0, len(self._tokens) - _MAX_SEARCHED), len(self._tokens) - _TOKEN_BYTES
-        at = self._tokens.rfind(last, begin, end)
-        while at > 0 and at % _TOKEN_BYTES:  # bytes of two tokens
-            at = self._tokens.rfind(last, begin, at + len(last) - 1)
-        first = at // _TOKEN_BYTES + _NUM_SAME
+        self._text += _as_text(token_ids[len(self._text) :])
+        num_tokens = len(self._text)
+        at = self._text.rfind(self._text[-_NUM_SAME:], max(0, num_tokens - _MAX_SEARCHED), num_tokens - 1)
         if at < 0 or most <= 0:
             return []
+        first = at + _NUM_SAME
         predicted = token_ids[first : first + most]
         while len(predicted) < most:  # what repeats, repeats again
             predicted.append(predicted[first - len(token_ids)])
         return predicted
+
+
+def _as_text(token_ids: list[int]) -> str:
+    """A character for each token: a text is searched in microseconds, and no match begins inside of a token."""
+    try:
+        return array("I", token_ids).tobytes().decode("utf-32-le", "surrogatepass")
+    except UnicodeDecodeError:  # of an id beyond all characters: two ids have one, and at worst a draft is wrong
+        return "".join(chr(token_id % _NUM_CODE_POINTS) for token_id in token_ids)
 
 
 @dataclass(slots=True)

@@ -149,12 +149,12 @@ class QueueLoad(NamedTuple):
         compiling: Collection[Request],
     ) -> QueueLoad:
         """Of the requests with each status."""
-        queued = (*waiting, *(request for request in running if request.is_untouched))
+        queued = (*waiting, *compiling, *(request for request in running if request.is_untouched))
         begun = [request for request in running if not request.is_untouched]
         prompts = [request for request in begun if request.is_prompt]
         on_time = (request for request in (*queued, *prompts) if not (request.awaits_kv or request.is_late))
         return cls(
-            num_waiting=len(queued) + len(compiling),
+            num_waiting=len(queued),
             num_running=len(begun),
             num_loading=len(loading),
             num_waiting_tokens=sum(request.num_uncomputed_tokens for request in queued if not request.awaits_kv),

@@ -196,12 +196,14 @@ def most_entering(max_tokens: int) -> int:
 
 def stretched_tokens(cost: StepCost | None, num_streams: int, num_prompts: int, stretch: float) -> int | None:
     """Prompt tokens of the next step that lengthen one of `num_streams` streams alone to `stretch` times, or more where
-    some of `num_prompts` wait behind others. None: no bound, while it is not known what tokens cost."""
+    some of `num_prompts` wait behind others. None: no bound, while it is not known what tokens cost, and where it would
+    be no number."""
     if cost is None or cost.per_token_s <= 0:
         return None
     if num_prompts > 1:
         stretch *= _QUEUED
-    return max(int((stretch - 1) * cost.seconds(num_streams) / cost.per_token_s), MIN_TOKENS)
+    num_tokens = (stretch - 1) * cost.seconds(num_streams) / cost.per_token_s
+    return max(int(num_tokens), MIN_TOKENS) if math.isfinite(num_tokens) else None
 
 
 def _paced_s(streams: Sequence[Stream], longest: float) -> float:

@@ -107,7 +107,7 @@ class _TokenizerFile(msgspec.Struct):
     """What `read_vocabulary` needs of a tokenizer.json."""
 
     model: _Model
-    added_tokens: list[_AddedToken]
+    added_tokens: list[_AddedToken] = []
     decoder: dict[str, Any] | None = None
 
 
@@ -139,8 +139,10 @@ class TokenBytes:
         self._backend = backend
         self._cache: dict[int, bytes] = {}
         self._may_drop_text = _may_drop_text(spec)
-        self._normalizes_unicode = not _UNICODE_NORMALIZERS.isdisjoint(s["type"] for s in _steps(spec["normalizer"]))
-        self._swallows_whitespace = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+        self._normalizes_unicode = not _UNICODE_NORMALIZERS.isdisjoint(
+            s["type"] for s in _steps(spec.get("normalizer"))
+        )
+        self._swallows_whitespace = any(token["lstrip"] or token["rstrip"] for token in spec.get("added_tokens", ()))
         self.kind = kind
         self.num_stripped = num_stripped
         """Spaces removed from the beginning of a text (SentencePiece adds one)."""
@@ -230,10 +232,10 @@ def _may_drop_text(spec: dict[str, Any]) -> bool:
     """Whether the tokenizer may drop part of a text, so that there is no bound."""
     if spec["model"].get("type") not in ("BPE", "Unigram"):
         return True
-    for step in _steps(spec["normalizer"]):
+    for step in _steps(spec.get("normalizer")):
         if step["type"] not in _KEEPING_NORMALIZERS or (step["type"] == "Replace" and step != _SPACE_TO_PIECE):
             return True
-    for step in _steps(spec["pre_tokenizer"]):
+    for step in _steps(spec.get("pre_tokenizer")):
         if step["type"] in _DROPPING_PRE_TOKENIZERS or step.get("behavior") == "Removed":
             return True
     return (spec.get("decoder") or {}).get("type") != "ByteLevel" and not spec["model"].get("byte_fallback")

@@ -52,7 +52,8 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._config = config
-        self._special = {t["content"]: int(t["id"]) for t in spec["added_tokens"] if t["special"] and t["content"]}
+        added = spec.get("added_tokens", ())
+        self._special = {t["content"]: int(t["id"]) for t in added if t["special"] and t["content"]}
         self.special_ids = frozenset(i for token, i in self._special.items() if token not in CHAT_MARKS)
         """Ids that `skip_special_tokens` omits."""
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -216,9 +216,30 @@ def test_arguments_have_the_fields_of_the_engine() -> None:
     }  # fmt: skip
 
 
-def test_a_field_is_given_once() -> None:
-    with pytest.raises(TypeError, match="num_blocks twice: num_gpu_blocks_override is another name of it"):
-        engine_fields({"num_blocks": 8, "num_gpu_blocks_override": 9})
+@pytest.mark.parametrize(
+    ("first", "second"), [("num_blocks", "num_gpu_blocks_override"), ("num_kvcache_blocks", "num_gpu_blocks_override")]
+)
+def test_a_field_is_given_once(first: str, second: str) -> None:
+    with pytest.raises(TypeError, match=f"LLM got num_blocks twice, as {first} and as {second}"):
+        engine_fields({first: 8, second: 9})
+    with pytest.raises(TypeError, match=f"as {second} and as {first}"):
+        engine_fields({second: 9, first: 8})
+
+
+@pytest.mark.parametrize(
+    ("automatic", "given", "fields"),
+    [
+        ({"speculative_config": None}, {"num_speculative_tokens": 5}, {"num_speculative_tokens": 5}),
+        ({"kvcache_block_size": None}, {"block_size": 32}, {"block_size": 32}),
+        ({"block_size": None}, {"kvcache_block_size": 32}, {"block_size": 32}),
+        ({"num_gpu_blocks_override": -1}, {"num_kvcache_blocks": 64}, {"num_blocks": 64}),
+    ],
+)
+def test_a_name_whose_value_is_automatic_gives_no_field(
+    automatic: dict[str, Any], given: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert engine_fields(automatic | given) == engine_fields(given | automatic) == fields
+    assert engine_fields(automatic) == {}
 
 
 @pytest.mark.parametrize(

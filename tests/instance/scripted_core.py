@@ -57,7 +57,7 @@ class ScriptedCore:
     def emit(self, *events: Event, **load: Any) -> None:
         """One batch of events, with the load as it was but for `load`."""
         self.load = EngineLoad(**{name: getattr(self.load, name) for name in EngineLoad.__struct_fields__} | load)
-        self._messages.put_nowait(Outputs(list(events), self.load))
+        self._messages.put_nowait(Outputs(list(events), self.load, num_added=len(self.of(AddRequest))))
 
     def die(self, reason: str = "killed by the test") -> None:
         if not self._dead.done():

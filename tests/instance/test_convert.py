@@ -237,12 +237,13 @@ def test_objectives_arrive_and_zero_is_none() -> None:
     assert (engine_request.ttft_s, engine_request.itl_s, engine_request.begin_s) == (0.5, 0.02, 5.5)
 
 
-@pytest.mark.parametrize("stretch", [-1.0, 0.5, math.nan, math.inf])
-def test_a_step_stretch_is_none_or_at_least_one(stretch: float) -> None:
+@pytest.mark.parametrize("stretch", [-1.0, 0.5, math.nan, math.inf, 1e308, 1e6 + 1])
+def test_a_step_stretch_is_none_or_at_least_one_and_at_most_a_million(stretch: float) -> None:
     request = instance_request()
     assert prefill(request).engine_request.step_stretch is None
-    request.step_stretch = 3.0
-    assert prefill(request).engine_request.step_stretch == 3.0
+    for admitted in (1.0, 3.0, 1e6):
+        request.step_stretch = admitted
+        assert prefill(request).engine_request.step_stretch == admitted
     request.step_stretch = stretch
     with pytest.raises(InvalidArgument, match=r"request\.step_stretch"):
         prefill(request)

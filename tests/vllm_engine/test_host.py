@@ -78,6 +78,7 @@ class _Rig:
 
     def __init__(self, module: Any, grammar_s: float) -> None:
         self.vllm = _Vllm(sys.modules["vllm_engine.grammars"])
+        self.sent: list[Outputs] = []
         self.events: list[TokensEvent] = []
         link = SimpleNamespace(load=None, send=lambda _: None)
         meter = SimpleNamespace(idle=lambda: None, load=lambda *_: EngineLoad())
@@ -87,6 +88,7 @@ class _Rig:
     def _receive(self, encoded: bytes) -> None:
         message = msgspec.msgpack.decode(encoded, type=CoreMessage)
         assert isinstance(message, Outputs)
+        self.sent.append(message)
         self.events += [event for event in message.events if isinstance(event, TokensEvent)]
 
     def add(self, **regexes: str) -> None:
@@ -310,6 +312,19 @@ async def test_steps_are_counted(module: Any) -> None:
     load = meter.load(importlib.import_module("vllm_engine.load").RequestCounts(), kv)
     assert (load.num_steps, load.num_step_tokens, sum(load.steps_by_tokens)) == (2, 33, 2)
     assert (load.num_prefilled_tokens, load.num_generated_tokens, load.num_preemptions) == (30, 3, 2)
+
+
+async def test_events_of_an_earlier_request_are_not_sent_as_those_of_the_next(make_rig: Any) -> None:
+    rig = make_rig()
+    rig.add(a="a")
+    rig.host._emit(TokensEvent("a", [1]))  # is sent at the end of this turn of the loop
+    rig.add(a="b")
+    rig.host._emit(TokensEvent("a", [2]))
+    await until(lambda: len(rig.events) == 2)
+    assert [(message.num_added, event.token_ids) for message in rig.sent for event in message.events] == [
+        (1, [1]),
+        (2, [2]),
+    ]
 
 
 async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None:

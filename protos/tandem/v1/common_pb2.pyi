@@ -656,7 +656,7 @@ class InstanceRequest(_message.Message):
     """Objective: mean seconds between two tokens of this stream. 0: none."""
     step_stretch: _builtins.float
     """Prompts lengthen a step beside this stream to at most so many times one of the streams alone, and to six times that while prompts wait
-    behind others; at least 1. 0: no limit.
+    behind others; 1 to 1000000. 0: no limit.
     """
     begin_s: _builtins.float
     """Seconds from now until a step has begun to compute it; a request for which none has ends with RESOURCE_EXHAUSTED. 0: no limit."""

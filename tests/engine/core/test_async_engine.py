@@ -147,6 +147,16 @@ async def test_a_running_id_is_refused_and_the_running_request_unharmed(engine: 
 
 
 @on_module_loop
+async def test_an_id_that_is_used_again_at_once_gets_no_tokens_of_its_last_request(slow_engine: AsyncEngine) -> None:
+    prompt = list(range(60, 70))
+    expected = await collect(slow_engine, make_request("other", prompt))
+    for _ in range(2):
+        async with aclosing(slow_engine.add_request(make_request("again", [5] * 40, max_tokens=900))) as stream:
+            await anext(stream)  # the next step has begun, and its token is on the way
+    assert await collect(slow_engine, make_request("again", prompt)) == expected
+
+
+@on_module_loop
 async def test_load_is_reported_while_nothing_happens(engine: AsyncEngine) -> None:
     await asyncio.sleep(0.6)
     await until(lambda: engine.core_silence_s < 0.2)  # it only grows until the core reports

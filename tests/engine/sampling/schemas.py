@@ -1,4 +1,5 @@
-"""JSON schemas to try constraints on: random ones from Hypothesis, and those of the JSON Schema Test Suite."""
+"""JSON schemas and structural tags to try constraints on: random schemas from Hypothesis, and those of the JSON Schema
+Test Suite."""
 
 from __future__ import annotations
 
@@ -16,6 +17,23 @@ from engine.sampling.params import SamplingParams, validate
 
 STRING = {"type": "string"}
 SUITE = Path(__file__).parents[2] / "data/json_schema_test_suite.json.gz"
+
+
+def nested(depth: int) -> str:
+    return '{"type":"object","properties":{"a":' * depth + '{"type":"null"}' + "}}" * depth
+
+
+def tagged(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
+def beside_json(form: dict[str, Any]) -> dict[str, Any]:
+    return tagged({"type": "sequence", "elements": [form, {"type": "json_schema", "json_schema": {}}]})
+
+
+def wrapped(depth: int) -> dict[str, Any]:
+    return {"type": "optional", "content": wrapped(depth - 1)} if depth else {"type": "any_text"}
+
 
 _numbers = st.decimals(-(10**6), 10**6, places=3).map(float)
 _counts = st.integers(0, 4)

@@ -21,29 +21,22 @@ from engine.sampling.params import SamplingParams, validate
 from engine.sampling.structural_tag import _MEMBERS
 from engine.text.tokenizer import Tokenizer
 from tests.engine.sampling.grammar_walks import Walker
-from tests.engine.sampling.schemas import RANDOM_SCHEMAS, STRING, check, suite_schemas
+from tests.engine.sampling.schemas import (
+    RANDOM_SCHEMAS,
+    STRING,
+    beside_json,
+    check,
+    nested,
+    suite_schemas,
+    tagged,
+    wrapped,
+)
 from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 INTEGER = {"type": "integer"}
 JUDGE = jsonschema.Draft202012Validator
 FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
 """Others are spelling alone: a date may be the 31st of February."""
-
-
-def nested(depth: int) -> str:
-    return '{"type":"object","properties":{"a":' * depth + '{"type":"null"}' + "}}" * depth
-
-
-def tagged(form: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "structural_tag", "format": form}
-
-
-def beside_json(form: dict[str, Any]) -> dict[str, Any]:
-    return tagged({"type": "sequence", "elements": [form, {"type": "json_schema", "json_schema": {}}]})
-
-
-def wrapped(depth: int) -> dict[str, Any]:
-    return {"type": "optional", "content": wrapped(depth - 1)} if depth else {"type": "any_text"}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +134,12 @@ REJECTED: list[tuple[str, Any, str]] = [
     ("grammar", "root ::= a # x\ra[max_tokens=2] ::= [a-z]*", r"attributes: '\[max_tokens=2\] ::='"),
     ("grammar", 'root ::= a\na[capture="]", max_tokens=2] ::= [a-z]*', "has a rule with attributes"),
     ("grammar", 'root ::= a\na[capture = "#[\'" , stop_capture="]" ]::= [a-z]*', "has a rule with attributes"),
+    ("grammar", 'root ::= x [a-z]\nx ::= "a" (= "b")', r"lookahead, \(= …\), which is not supported; allowed: texts"),
+    ("grammar", 'root ::= ["(="] "(=" x # (=\nx ::= "a"(="b")', "has a lookahead"),
+    ("grammar", "root ::= (Token # an id\n (0) | [a-z])", "has Token, which is not supported; allowed: texts"),
+    ("grammar", "root ::= ExcludeToken(5)", "has ExcludeToken, which is not supported"),
+    ("grammar", 'root ::= TokenTagDispatch((5, x))\nx ::= "b"', "has TokenTagDispatch, which is not supported"),
+    ("grammar", 'root ::= "a" | Regex("a(?=c)b")', "has Regex, which is not supported"),
     ("grammar", 'root ::= "a"\0 | "b"', "contains the character U\\+0000; allowed: its escape"),
     ("choice", [], "not a list of texts; allowed: 1..1000 texts"),
     ("choice", ["a", ""], r"choice\[1\]: has 0 bytes"),
@@ -156,6 +155,7 @@ REJECTED: list[tuple[str, Any, str]] = [
             (tagged({"type": "regex"}), "at /format: regex has no pattern"),
             (tagged({"type": "regex", "pattern": None}), "at /format: regex None is not a string"),
             (tagged({"type": "grammar", "grammar": False}), "at /format: grammar False is not a string"),
+            (tagged({"type": "grammar", "grammar": 'root ::= "a" (= "b")'}), "at /format: grammar has a lookahead"),
             (tagged({"type": "any_text", "excludes": []}), "at /format: any_text has no 'excludes'"),
             (tagged({"type": "sequence", "elements": []}), "elements is not a list of formats"),
             (
@@ -236,7 +236,7 @@ def test_two_constraints_are_rejected() -> None:
         check(json_object=True, regex="a")
 
 
-def test_what_looks_like_attributes_in_texts_and_comments_is_none(walker: Walker) -> None:
+def test_what_looks_like_attributes_a_lookahead_or_a_macro_is_none(walker: Walker) -> None:
     for grammar, text in (
         ('root ::= ["] "a[b] ::= c"', '"a[b] ::= c'),
         ('root ::= "\\"[b] ::= " # a[b] ::= c', '"[b] ::= '),
@@ -246,6 +246,9 @@ def test_what_looks_like_attributes_in_texts_and_comments_is_none(walker: Walker
         ('root ::= a["] ", lazy] ::= b"\na ::= "x"', 'x", lazy] ::= b'),
         ('root ::= a[b="]" [c] ::= "\na ::= "x"', "x= [c] ::= "),
         ('root ::= a # a[lazy] ::= b\ra ::= "x"', "x"),
+        ('root ::= "(= b) Token(5) Regex(" [(=)] # (= Token(5)\n', "(= b) Token(5) Regex(="),
+        ('root ::= Tokens a.Token Regex-a\nTokens ::= "x"\na.Token ::= "y"\nRegex-a ::= "z"', "xyz"),
+        ('root ::= TagDispatch(("<a>", x)) Substring("a", "b")\nx ::= "b"', "c<a>ba"),
     ):
         assert walker.accepts(check(grammar=grammar), text), grammar
 
@@ -298,7 +301,6 @@ def test_the_largest_constraints_that_are_admitted_compile(walker: Walker, field
 
 
 # What is admitted
-
 
 WITHOUT_TIME_LIMIT = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
@@ -372,6 +374,14 @@ def test_outputs_match_the_regular_expression_in_python(walker: Walker, regex: s
     assert outputs
     for output in outputs:
         assert re.fullmatch(regex, output, re.ASCII), output
+
+
+@pytest.mark.parametrize("regex", [r"[\S]", r"[\s\S]+", r"[\S,]", r"[\Sa\n]{2}", r"[^\s\w]", r"[^\S]", r"\S"])
+def test_other_spaces_than_those_of_ascii_are_no_spaces(walker: Walker, regex: str) -> None:
+    for text in map("".join, itertools.product("a ,\n\u00a0\u2003", repeat=2)):
+        for part in (text, text[0]):
+            is_matched = re.fullmatch(regex, part, re.ASCII) is not None
+            assert walker.accepts(check(regex=regex), part) == is_matched, part
 
 
 def test_the_output_is_one_of_the_choices(walker: Walker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -24,8 +25,8 @@ FREE = StepCost(1.0, 0.0, 0.0)
 
 # What is predicted
 
-# Their bytes are found at odd places as well.
-TOKENS = st.sampled_from([0, 1, 256, 65536, 1 << 24, 257])
+# The bytes of some are found at odd places as well; others are surrogates, a byte order mark, the last code point.
+TOKENS = st.sampled_from([0, 1, 256, 65536, 257, 0xD800, 0xDC00, 0xFEFF, 0x10FFFF])
 
 
 def looked_up(tokens: list[int], most: int) -> list[int]:
@@ -46,6 +47,26 @@ def test_the_prediction_is_what_followed_the_same_tokens_last(
     for increment in [[], *increments]:
         tokens += increment
         assert lookup.predict(tokens, most) == looked_up(tokens, most)
+
+
+def test_ids_beyond_all_code_points_are_predicted_as_well() -> None:
+    lookup, tokens = PromptLookup(), [2**24 + number for number in range(8)]
+    assert lookup.predict(tokens + tokens[:3], 4) == tokens[3:7]
+    assert lookup.predict(tokens + tokens[:4], 4) == tokens[4:]
+
+
+@pytest.mark.parametrize("tokens", [[0, 0, 256], [0], [0, 1]], ids=str)
+def test_a_search_takes_few_calls_however_often_the_bytes_of_two_tokens_look_like_one(tokens: list[int]) -> None:
+    lookup, tokens = PromptLookup(), [*tokens * 1000, 7, 0, 0, 1]
+    lookup.predict(tokens, 5)
+    calls: list[str] = []
+    sys.setprofile(lambda _, event, function: calls.append(function.__name__) if event == "c_call" else None)
+    try:
+        lookup.predict(tokens, 5)
+    finally:
+        sys.setprofile(None)
+    assert "rfind" in calls
+    assert len(calls) < 30
 
 
 # How much of it is computed

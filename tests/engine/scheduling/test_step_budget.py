@@ -299,3 +299,9 @@ def test_prompts_behind_others_lengthen_a_stretched_step_further(
 ) -> None:
     longer = stretched_tokens(cost, num_streams, num_prompts, stretch)
     assert longer == stretched_tokens(cost, num_streams, 1, 6 * stretch)
+
+
+@pytest.mark.parametrize("stretch", [1e305, 1e308, math.inf])
+def test_a_stretch_beyond_all_numbers_is_no_bound(stretch: float) -> None:
+    """An infinite number of tokens has no integer."""
+    assert stretched_tokens(StepCost(0.01, 0.001, 1e-5), 4, 2, stretch) is None

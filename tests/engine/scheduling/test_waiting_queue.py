@@ -143,6 +143,19 @@ def test_a_step_reads_few_of_many_that_enter() -> None:
     assert num_read_in_a_step(scheduler) < 20
 
 
+@pytest.mark.parametrize(("fields", "num_tokens"), [({}, 10), ({"remote_kv": REMOTE_KV}, 0)], ids=["here", "elsewhere"])
+def test_the_tokens_of_a_request_that_waits_for_its_grammar_count(fields: dict[str, Any], num_tokens: int) -> None:
+    """Unless they are computed elsewhere."""
+    scheduler, grammar = make_scheduler(), Future[Any]()
+    spec = EngineRequest(request_id="r", prompt_token_ids=[1] * 10, params=SamplingParams(), **fields)
+    scheduler.add_request(Request.from_spec(spec, arrival=1, fingerprint="f", grammar=grammar), 0.0)
+    waiting = scheduler.queue_load
+    assert (waiting.num_waiting_tokens, waiting.num_uncomputed_tokens) == (num_tokens, num_tokens)
+    grammar.set_result(None)
+    scheduler.take_compiled(1.0)
+    assert scheduler.queue_load == waiting, "as without a grammar"
+
+
 def test_any_number_of_aborts_reads_the_waiting_requests_once() -> None:
     scheduler = with_streams()
     requests = [add(scheduler, [3] * 5, priority=number % 3) for number in range(NUM_WAITING)]

@@ -406,6 +406,18 @@ def test_a_vocabulary_read_without_the_library_is_the_tokenizers(tmp_path: Path,
         assert read_vocabulary(tmp_path, size) == (tokens, tokenizer.special_ids)
 
 
+@pytest.mark.parametrize("field", ["added_tokens", "normalizer", "pre_tokenizer", "post_processor"])
+def test_a_field_that_the_library_does_not_require_may_be_missing(tmp_path: Path, field: str) -> None:
+    backend = byte_level_backend()
+    spec = {name: value for name, value in json.loads(backend.to_str()).items() if name != field}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer, library = Tokenizer.from_folder(tmp_path), type(backend).from_str(json.dumps(spec))
+    assert all(tokenizer.encode(text) == library.encode(text).ids for text in TEXTS)
+    assert tokenizer.token_bytes is not None
+    tokens = [tokenizer.token_bytes.of(token_id) for token_id in range(tokenizer.vocab_size)]
+    assert read_vocabulary(tmp_path, len(tokens)) == (tokens, tokenizer.special_ids)
+
+
 def test_a_folder_whose_tokens_have_no_bytes_has_no_vocabulary(tmp_path: Path) -> None:
     assert read_vocabulary(tmp_path, 9) is None
     (tmp_path / "tokenizer.json").write_text('{"model": 5}')
