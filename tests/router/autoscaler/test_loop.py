@@ -14,6 +14,7 @@ import pytest
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
 from router.pools.instance_info import Role
+from tests.process_logs import ProcessLogs
 from tests.router import virtual_time
 from tests.router.autoscaler.builders import settings_of
 from tests.router.autoscaler.simulation import (
@@ -191,6 +192,33 @@ def test_an_owner_that_does_not_answer_is_asked_less_and_less_and_mentioned_once
     assert [record.getMessage() for record in caplog.records if record.name == "router.autoscaler.loop"] == [
         "autoscaler: reading the pools' sizes from their owner failed: the stack's socket is gone",
         "autoscaler recovered: reading the pools' sizes from their owner",
+    ]
+
+
+def test_an_unexpected_exception_does_not_end_the_loop(
+    caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
+) -> None:
+    async def failing(owner: Owner, simulation: Simulation) -> None:
+        loop = autoscaler(owner, simulation, SETTINGS)
+        running = asyncio.create_task(loop.run())
+        owner.failure = ValueError("a value that was not expected")
+        await asyncio.sleep(300.0)
+        assert 3 < owner.num_asked < 12  # 60 intervals
+        assert loop.to_wire("decode").reason == "ValueError: a value that was not expected"
+        assert loop.num_failures == owner.num_asked
+        owner.failure = None
+        await asyncio.sleep(120.0)
+        assert loop.leads
+        assert not running.done()
+        running.cancel()
+
+    caplog.set_level(logging.INFO, logger="router.autoscaler.loop")
+    with process_logs.expected("a value that was not expected"):
+        run_loop(failing)
+    records = [record for record in caplog.records if record.name == "router.autoscaler.loop"]
+    assert [(record.getMessage(), record.exc_info is not None) for record in records] == [
+        ("autoscaler: a step failed: ValueError: a value that was not expected", True),
+        ("autoscaler recovered: a step", False),
     ]
 
 
