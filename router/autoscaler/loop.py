@@ -26,7 +26,17 @@ from dataclasses import dataclass, field
 from prometheus_client import Metric
 
 from protos.tandem.v1 import pools_pb2
-from router.autoscaler.decide import Direction, History, Hold, ScaleDecision, balance, decide, in_order
+from router.autoscaler.decide import (
+    Direction,
+    History,
+    Hold,
+    Observed,
+    ScaleDecision,
+    balance,
+    decide,
+    in_order,
+    observed,
+)
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.resizer import ActuatorError, Change, Resizer
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
@@ -117,7 +127,7 @@ class _Pool:
 
     def __init__(self, status: PoolStatus, since_s: float) -> None:
         self.status = status
-        self.observations: deque[PoolObservation] = deque()
+        self.observations: deque[Observed] = deque()
         self.history = History(since_s)
         self._size: int | None = None
         self._last_change: Change | None = None
@@ -131,8 +141,8 @@ class _Pool:
         if by_operator or by_another_router:
             self.history = self.history.after_external_change(observation.at_s)
         self._size, self._last_change = observation.size, last_change
-        self.observations.append(observation)
-        while self.observations[0].at_s < observation.at_s - keep_s:
+        self.observations.append(observed(observation, self.status.policy))
+        while self.observations[0].observation.at_s < observation.at_s - keep_s:
             self.observations.popleft()
 
     def resized(self, decision: ScaleDecision, at_s: float) -> None:

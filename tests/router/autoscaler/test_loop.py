@@ -13,6 +13,8 @@ import pytest
 
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
+from router.autoscaler.settings import PoolPolicy
+from router.autoscaler.signals import Demand, demand_of
 from router.pools.instance_info import Role
 from tests.process_logs import ProcessLogs
 from tests.router import virtual_time
@@ -165,6 +167,24 @@ def test_metrics_that_come_and_go_resize_at_most_once_per_cool_down(every: int) 
         running.cancel()
 
     run_loop(flapping, steps((4, 2.6), (8, 0.2), (12, 3.0), (math.inf, 0.1)))
+
+
+def test_the_demand_of_an_observation_is_computed_once_however_long_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Role, float]] = []
+
+    def counted(observation: PoolObservation, policy: PoolPolicy) -> Demand:
+        asked.append((observation.role, observation.at_s))
+        return demand_of(observation, policy)
+
+    async def idle(owner: Owner, simulation: Simulation) -> None:
+        running = asyncio.create_task(autoscaler(owner, simulation, SETTINGS).run())
+        await asyncio.sleep(3 * WINDOW_S)
+        running.cancel()
+
+    monkeypatch.setattr("router.autoscaler.decide.demand_of", counted)
+    run_loop(idle)
+    assert len(asked) > 2 * WINDOW_S / INTERVAL_S
+    assert len(set(asked)) == len(asked)
 
 
 # The owner of the instances
