@@ -25,7 +25,7 @@ from serving.channel import MAX_INT, ChannelSettings, listens_privately
 from serving.logging import LogSettings
 from serving.metrics import MetricsSettings
 from serving.server import HealthSettings, ServerSettings
-from serving.settings import Address, Section, Settings, SettingsError, parse_address, setting
+from serving.settings import MAX_TIME_S, Address, Section, Settings, SettingsError, parse_address, setting
 from serving.tls import TlsSettings
 from serving.tracing import TracingSettings
 
@@ -57,7 +57,9 @@ class ListenSettings(ServerSettings):
         gt=0,
     )
     # Routers end their calls at their own limit, which may be longer than the default.
-    max_deadline_s: float = setting(86_400.0, "Longest call in seconds, whatever the client's deadline.", gt=0)
+    max_deadline_s: float = setting(
+        86_400.0, "Longest call in seconds, whatever the client's deadline.", gt=0, le=MAX_TIME_S
+    )
     drain_accept_s: float = setting(
         1.0, "Seconds for which a drain still accepts requests, until routers are notified.", ge=0
     )

@@ -354,13 +354,13 @@ class RouterApp:
             await self._end_task(name)
         await self._releases.wait(_RELEASES_S)
         await self.pools.stop()
+        for server in (self._admin, self._signals, self._picker):  # before the owners, which their calls ask
+            if server is not None:
+                await server.stop()
         for owner in (self._stack, self._kubernetes):
             if owner is not None:
                 await owner.close()
         await asyncio.to_thread(self._metrics_server.close)
-        for server in (self._admin, self._signals, self._picker):
-            if server is not None:
-                await server.stop()
 
     def _endpoints(self) -> list[RouterEndpoint]:
         """Of the routers that answer and serve; all of them serve HTTP on one port."""

@@ -145,8 +145,7 @@ class Worker:
 
     def __init__(self, index: int, settings: RouterSettings, bond: ParentBond) -> None:
         self._index = index
-        # By Python's json on both sides, which has infinity; pydantic would write null for it.
-        self._settings = json.dumps(settings.model_dump(mode="json")).encode()
+        self._settings = settings.model_dump_json().encode()
         self._bond = bond
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()

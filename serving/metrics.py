@@ -8,6 +8,7 @@ so it may only read what is safe to read while the event loop writes: numbers, a
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import socket
@@ -86,7 +87,7 @@ class MetricsServer:
         self._server: _BoundedServer | None = None
 
     def start(self) -> None:
-        """Listens. Raises OSError where the address is taken or not this host's."""
+        """Listens. Raises OSError where the address is taken or not this host's, or no thread can be started."""
         if self._listen is None:
             return
         try:
@@ -94,7 +95,13 @@ class MetricsServer:
         except OSError as error:
             raise OSError(f"cannot serve metrics on {self._listen}: {error}") from error
         self._server.set_app(_App(self.registry))
-        threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True, name="metrics").start()
+        thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True, name="metrics")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._server.server_close()
+            self._server = None  # `shutdown` would wait for the thread
+            raise OSError(errno.EAGAIN, f"cannot serve metrics on {self._listen}: {error}") from error
         _log.info("metrics at http://%s/metrics", self.address)
 
     @property

@@ -31,7 +31,7 @@ from serving.channel import MAX_INT, MAX_METADATA_BYTES
 from serving.errors import NotFound, Unavailable, printable
 from serving.interceptor import Authorizer, CallInterceptor, CallLimits, Context
 from serving.limits import CONTROL, AbuseLimits, CallPolicy, LargeMessages, OpenCalls
-from serving.settings import Address, Section, format_address, parse_address, setting
+from serving.settings import MAX_TIME_S, Address, Section, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 
 _MAX_S = MAX_INT // 1000
@@ -77,7 +77,9 @@ class ServerSettings(Section):
     max_connection_age_grace_s: float | None = setting(
         None, "Seconds after which calls still running on such a connection are cut off; none: never.", gt=0, le=_MAX_S
     )
-    max_deadline_s: float = setting(600.0, "Longest call in seconds, whatever the client's deadline.", gt=0)
+    max_deadline_s: float = setting(
+        600.0, "Longest call in seconds, whatever the client's deadline.", gt=0, le=MAX_TIME_S
+    )
     read_timeout_s: float = setting(10.0, "Seconds within which the message of a call must arrive.", gt=0)
     write_timeout_s: float = setting(10.0, "Seconds a message may wait for a client that does not read.", gt=0)
     drain_accept_s: float = setting(5.0, "Seconds that a drain still accepts requests, until peers notice.", ge=0)

@@ -53,9 +53,10 @@ class SettingsError(ValueError):
 
 
 class Section(BaseModel):
-    """A group of settings. Frozen: what was read at the start holds for the life of the process."""
+    """A group of settings. Frozen: what was read at the start holds for the life of the process. Numbers are finite:
+    infinity does not fit gRPC's times, and a sum with it orders nothing."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Settings(pydantic_settings.BaseSettings):
@@ -123,6 +124,7 @@ def _valid_address(text: str) -> str:
     return text
 
 
+MAX_TIME_S = 1e9  # of settings that become a time of gRPC's or of protobuf's, which overflow beyond it; 32 years
 Address = Annotated[str, AfterValidator(_valid_address)]  # the type of a setting that is a host:port
 
 

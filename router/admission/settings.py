@@ -6,13 +6,13 @@ import re
 
 from pydantic import field_validator
 
-from serving.settings import Section, setting
+from serving.settings import MAX_TIME_S, Section, setting
 
 
 class TenantSettings(Section):
     """What a tenant gets while others compete with it."""
 
-    weight: float = setting(1.0, "Its share under load, relative to the other tenants' weights.", gt=0)
+    weight: float = setting(1.0, "Its share under load, relative to the other tenants' weights.", gt=0, le=1e9)
     max_requests: int | None = setting(None, "Its requests in flight; none: limited by capacity only.", ge=1)
     max_tokens: int | None = setting(
         None, "Its tokens in flight, prompt and expected output; none: limited by capacity only.", ge=1
@@ -62,9 +62,9 @@ class AdmissionSettings(Section):
     yield_after_s: float = setting(
         1.0, "Seconds that a stream runs before its slot may go to a tenant that has less in flight.", ge=0
     )
-    retry_after_s: float = setting(1.0, "Shortest retry hint in seconds.", gt=0)
+    retry_after_s: float = setting(1.0, "Shortest retry hint in seconds.", gt=0, le=MAX_TIME_S)
     max_retry_after_s: float = setting(
-        10.0, "Longest retry hint in seconds; random jitter adds up to half of it.", gt=0
+        10.0, "Longest retry hint in seconds; random jitter adds up to half of it.", gt=0, le=MAX_TIME_S
     )
     tenant_key: str = setting(
         "",

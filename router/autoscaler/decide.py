@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
@@ -55,6 +55,18 @@ class History:
     def after_external_change(self, at_s: float) -> History:
         """An operator or another router has changed the size."""
         return History(at_s, at_s)
+
+
+class Observed(NamedTuple):
+    """An observation, and what it alone demands: computed once, for a window may hold thousands of them."""
+
+    observation: PoolObservation
+    demand: Demand | None
+    """None: it has a problem."""
+
+
+def observed(observation: PoolObservation, policy: PoolPolicy) -> Observed:
+    return Observed(observation, demand_of(observation, policy) if observation.problem is None else None)
 
 
 Hold = Literal[
@@ -122,15 +134,13 @@ class ScaleDecision:
 # One pool
 
 
-def decide(
-    observations: Sequence[PoolObservation], policy: PoolPolicy, history: History, stale_s: float
-) -> ScaleDecision:
+def decide(observations: Sequence[Observed], policy: PoolPolicy, history: History, stale_s: float) -> ScaleDecision:
     """The next size of the observed pool; `observations` are ordered, the last one is now. Needs at least one.
 
     `stale_s` is the longest gap that a window may have. The size never falls when a load rises in every observation,
     and is never outside of the bounds, except that a size outside returns to them by steps.
     """
-    latest = observations[-1]
+    latest, now = observations[-1]
     size = latest.size
     if size is None:
         why = "the pool has no owner that resizes it"
@@ -146,22 +156,22 @@ def decide(
     if latest.problem is not None:
         reason = f"no decision: {latest.problem.message}"
         return ScaleDecision(latest.role, latest.at_s, size, size, size, latest.problem.kind, reason)
-    return _decide_by_demand(observations, size, policy, history, stale_s)
+    assert now is not None, "without a problem an observation has a demand"
+    return _decide_by_demand(observations, size, now, policy, history, stale_s)
 
 
 def _decide_by_demand(
-    observations: Sequence[PoolObservation], size: int, policy: PoolPolicy, history: History, stale_s: float
+    observations: Sequence[Observed], size: int, now: Demand, policy: PoolPolicy, history: History, stale_s: float
 ) -> ScaleDecision:
-    latest = observations[-1]
-    now = demand_of(latest, policy)
+    latest = observations[-1].observation
     desired = min(max(_desired(now, size), policy.min_size), policy.max_size)
     decision = ScaleDecision(latest.role, latest.at_s, size, desired, size, "steady", now.wanted_by.describe(desired))
     if now.num_wanted > size:
-        out = _demands(observations, policy, history, policy.scale_out_window_s, stale_s)
+        out = _demands(observations, history, policy.scale_out_window_s, stale_s)
         return _grow(decision, now, latest, out, policy, history)
     if now.num_enough is None or now.num_enough >= size:
         return replace(decision, reason=f"{decision.reason}; as few as possible: {now.enough_for}")
-    down = _demands(observations, policy, history, policy.scale_in_window_s, stale_s)
+    down = _demands(observations, history, policy.scale_in_window_s, stale_s)
     return _shrink(replace(decision, reason=f"fewer are enough: {now.enough_for}"), down, policy, history)
 
 
@@ -209,20 +219,20 @@ def _desired(demand: Demand, size: int) -> int:
     return size if demand.num_enough is None else min(demand.num_enough, size)
 
 
-def _demands(
-    observations: Sequence[PoolObservation], policy: PoolPolicy, history: History, window_s: float, stale_s: float
-) -> list[Demand]:
+def _demands(observations: Sequence[Observed], history: History, window_s: float, stale_s: float) -> list[Demand]:
     """Of the observations without problem in the last `window_s`, and the one before, which was valid until then; empty
     while they do not cover the whole window without a gap since the last change."""
-    end_s = observations[-1].at_s
-    good: list[PoolObservation] = []
-    for observation in reversed(observations):
-        if observation.at_s < history.since_s or (good and good[-1].at_s - observation.at_s > stale_s):
+    end_s = last_s = observations[-1].observation.at_s
+    demands: list[Demand] = []
+    for observation, demand in reversed(observations):
+        at_s = observation.at_s
+        if at_s < history.since_s or (demands and last_s - at_s > stale_s):
             break
-        if observation.problem is None:
-            good.append(observation)
-            if observation.at_s <= end_s - window_s:
-                return [demand_of(each, policy) for each in good]
+        if demand is not None:
+            demands.append(demand)
+            last_s = at_s
+            if at_s <= end_s - window_s:
+                return demands
     return []
 
 

@@ -7,8 +7,8 @@
 Every router observes and decides, so that one that takes over the lead has full windows; one resizes. The lead is taken
 before each step and holds for lead_ttl_s from the request: a router that was held up longer than that does not apply an
 old decision, and a resize that hangs is given up then. A step ends before the next begins, so resizes never overlap.
-No failure of the owner of the instances ends the loop. Where one pool is held, the pair is balanced again: the other
-one changes as far as the limits of both allow beside it.
+No failure of the owner of the instances ends the loop, nor does an unexpected exception. Where one pool is held, the
+pair is balanced again: the other one changes as far as the limits of both allow beside it.
 
 Operators and Prometheus read its `statuses` and the lead; docs/metrics.md lists the metrics.
 """
@@ -26,7 +26,17 @@ from dataclasses import dataclass, field
 from prometheus_client import Metric
 
 from protos.tandem.v1 import pools_pb2
-from router.autoscaler.decide import Direction, History, Hold, ScaleDecision, balance, decide, in_order
+from router.autoscaler.decide import (
+    Direction,
+    History,
+    Hold,
+    Observed,
+    ScaleDecision,
+    balance,
+    decide,
+    in_order,
+    observed,
+)
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.resizer import ActuatorError, Change, Resizer
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
@@ -99,9 +109,9 @@ class _Backoff:
     until_s: float = -math.inf
     why: str = ""
 
-    def failed(self, why: str, now_s: float) -> None:
+    def failed(self, why: str, now_s: float, traceback: BaseException | None = None) -> None:
         if self.num_intervals == 1:
-            _log.warning("autoscaler: %s failed: %s", self.what, why)
+            _log.warning("autoscaler: %s failed: %s", self.what, why, exc_info=traceback)
         self.why = why
         self.num_intervals = min(2 * self.num_intervals, _MAX_INTERVALS)
         self.until_s = now_s + self.num_intervals * self.interval_s
@@ -117,7 +127,7 @@ class _Pool:
 
     def __init__(self, status: PoolStatus, since_s: float) -> None:
         self.status = status
-        self.observations: deque[PoolObservation] = deque()
+        self.observations: deque[Observed] = deque()
         self.history = History(since_s)
         self._size: int | None = None
         self._last_change: Change | None = None
@@ -131,8 +141,8 @@ class _Pool:
         if by_operator or by_another_router:
             self.history = self.history.after_external_change(observation.at_s)
         self._size, self._last_change = observation.size, last_change
-        self.observations.append(observation)
-        while self.observations[0].at_s < observation.at_s - keep_s:
+        self.observations.append(observed(observation, self.status.policy))
+        while self.observations[0].observation.at_s < observation.at_s - keep_s:
             self.observations.popleft()
 
     def resized(self, decision: ScaleDecision, at_s: float) -> None:
@@ -162,6 +172,7 @@ class Autoscaler:
         self._lead_until_s = -math.inf
         self._pools = {role: _Pool(status, self.clock()) for role, status in self.statuses.items()}
         self._reading = _Backoff("reading the pools' sizes from their owner", self.settings.interval_s)
+        self._stepping = _Backoff("a step", self.settings.interval_s)
         self._resizing = {role: _Backoff(f"resizing the {role} pool", self.settings.interval_s) for role in policies}
 
     @property
@@ -174,8 +185,13 @@ class Autoscaler:
 
     async def run(self) -> None:
         while True:
-            await self.step()
-            await asyncio.sleep(self.settings.interval_s * self._reading.num_intervals)
+            try:
+                await self.step()
+                self._stepping.succeeded()
+            except Exception as error:
+                self._failed_unexpectedly(error)
+            num_intervals = max(self._reading.num_intervals, self._stepping.num_intervals)
+            await asyncio.sleep(self.settings.interval_s * num_intervals)
 
     async def step(self) -> None:
         """One observation and its consequences."""
@@ -263,6 +279,13 @@ class Autoscaler:
     def _failed(self, backoff: _Backoff, error: ActuatorError | TimeoutError) -> None:
         self.num_failures += 1
         backoff.failed(str(error) or f"no answer within {self.settings.lead_ttl_s:g} s", self.clock())
+
+    def _failed_unexpectedly(self, error: Exception) -> None:
+        self.num_failures += 1
+        why = f"{type(error).__name__}: {error}"
+        self._stepping.failed(why, self.clock(), traceback=error)
+        for pool in self._pools.values():
+            pool.status.failed(why)
 
 
 def metrics_of(scaler: Autoscaler | None) -> Iterator[Metric]:

@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _MAX_RECENT = 32
 _OWNER_TIMEOUT_S = 5.0
 """The owner checks its processes at least every tenth of a second; one that is silent for so long is stuck."""
+_ENDS = "the router is about to end"
 
 Cause = Literal["autoscaler", "operator"]
 
@@ -202,12 +203,12 @@ class StackLink:
 
     async def sizes(self) -> Mapping[Role, int]:
         """From the first message of the owner's watch."""
-        call = self._stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=_OWNER_TIMEOUT_S)
-        try:
-            with _owners_errors():
+        with _owners_errors():
+            call = self._stub.WatchStack(stack_pb2.WatchStackRequest(), timeout=_OWNER_TIMEOUT_S)
+            try:
                 answer = await call.read()
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()
         if not isinstance(answer, stack_pb2.WatchStackResponse):
             raise ActuatorError("the owner of the local stack is about to end")
         desired = {pool.role: pool.size for pool in answer.pools}
@@ -234,14 +235,16 @@ class StackLink:
 
 @contextmanager
 def _owners_errors() -> Iterator[None]:
-    """A refusal becomes an ActuatorError with the owner's message, and so does a channel that is closed meanwhile:
-    grpc cancels its calls, not the task that waits for them."""
+    """A refusal becomes an ActuatorError with the owner's message, and so does a channel that is closed, before or
+    meanwhile: grpc cancels its calls, not the task that waits for them."""
     try:
         yield
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        raise ActuatorError("the router is about to end") from None
+        raise ActuatorError(_ENDS) from None
+    except grpc.aio.UsageError:
+        raise ActuatorError(_ENDS) from None
     except grpc.aio.AioRpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise ActuatorError(f"the owner of the local stack does not answer ({error.code().name})") from error

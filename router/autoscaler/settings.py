@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import model_validator
 
 from router.pools.settings import Targets
-from serving.settings import Address, Section, setting
+from serving.settings import MAX_TIME_S, Address, Section, setting
 
 _MIN_STALE_INTERVALS = 2
 MAX_SIZE = 64
@@ -48,6 +48,7 @@ class PoolPolicy(Section):
         300.0,
         "Seconds that fewer instances must suffice before the pool shrinks; the maximum demand counts.",
         gt=0,
+        le=86_400,
     )
     cool_down_s: float = setting(30.0, "Seconds between two changes of the size.", ge=0)
     urgent: float = setting(
@@ -206,7 +207,7 @@ class SignalSettings(Section):
         "this router knows no other one, and admission.num_routers counts them.",
     )
     router_name: str | None = setting(None, "DNS name in the routers' certificates; none: the host dialled.")
-    interval_s: float = setting(2.0, "Seconds between two questions to each router.", gt=0)
+    interval_s: float = setting(2.0, "Seconds between two questions to each router.", gt=0, le=MAX_TIME_S)
     active_s: float = setting(
         60.0,
         "Seconds after the last request in which KEDA is answered that the pools are in use: longer than its "

@@ -158,6 +158,10 @@ _WATCH_S = 60
 """A watch is restarted this often, so that a silently dead connection is noticed."""
 _WATCH_MARGIN_S = 10.0
 
+_FAILURES = (aiohttp.ClientError, OSError, ConfigException, ValueError, RuntimeError)
+"""Of a request that is not sent or not answered. Besides the network's: the token file is empty or has a line feed in
+the middle, or the client is closed."""
+
 Query = Mapping[str, str]
 
 
@@ -181,6 +185,16 @@ class _Retryable(ClusterError):
         self.wait_s = wait_s
 
 
+class _Account(InClusterConfigLoader):  # type: ignore[misc]
+    """A line feed at the end of the token file is not part of the token."""
+
+    token: str
+
+    def _read_token_file(self) -> None:
+        super()._read_token_file()
+        self.token = self.token.strip()
+
+
 class Cluster:
     """Made on the running event loop; `close` it there."""
 
@@ -190,7 +204,7 @@ class Cluster:
         configuration = Configuration()
         configuration.client_session_kwargs = {"trust_env": False}  # a proxy of the environment is for the hub
         try:
-            loader = InClusterConfigLoader(str(folder / "token"), str(folder / "ca.crt"), environ=environment)
+            loader = _Account(str(folder / "token"), str(folder / "ca.crt"), environ=environment)
             loader.load_and_set(configuration)
             self.namespace = namespace or (folder / "namespace").read_text().strip()
         except (ConfigException, OSError) as error:
@@ -246,7 +260,7 @@ class Cluster:
                     raise _refusal("watch", path, response, await response.read())
                 async for line in response.content:
                     yield msgspec.json.decode(line, type=Event)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError, ValueError) as error:
+        except (*_FAILURES, msgspec.DecodeError) as error:
             raise ClusterError(f"the watch of {path} broke: {str(error) or type(error).__name__}") from error
 
     async def _attempt(self, method: str, path: str, query: Query | None, body: Any, content_type: str) -> bytes:
@@ -255,7 +269,7 @@ class Cluster:
             response = await self._send(method, path, query, body, timeout, content_type)
             async with response:
                 content = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except _FAILURES as error:
             why = str(error) or f"no answer within {_TRY_S:g} s"
             raise _Retryable(f"Kubernetes cannot be reached to {method} {path}: {why}") from error
         if not 200 <= response.status < 300:

@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, field_validator, model_validator
 
 from router.pools.discovery import parse_targets
-from serving.settings import Section, setting
+from serving.channel import MAX_INT
+from serving.settings import MAX_TIME_S, Section, setting
 
 
 def _checked(text: str) -> str:
@@ -36,7 +37,9 @@ class PoolSettings(Section):
     )
     dns_interval_s: float = setting(5.0, "Seconds after which dns: names are resolved again, within a fifth.", gt=0)
     check_tokenizer: bool = setting(True, "Leave out instances whose tokenizer files differ from the router's.")
-    beat_timeout_s: float = setting(2.0, "Seconds without a load report after which an instance is unavailable.", gt=0)
+    beat_timeout_s: float = setting(
+        2.0, "Seconds without a load report after which an instance is unavailable.", gt=0, le=MAX_TIME_S
+    )
     core_silence_timeout_s: float = setting(
         2.0,
         "Seconds of silence of an engine core after which its instance is unavailable, or 5 of its steps if longer.",
@@ -53,6 +56,7 @@ class PoolSettings(Section):
         "Longest wait in seconds before reconnecting to an instance, in place of channel.max_backoff_ms, which is for "
         "other routers.",
         ge=0.1,
+        le=MAX_INT // 1000,
     )
 
     @field_validator("stack")

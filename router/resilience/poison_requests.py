@@ -26,7 +26,7 @@ from router.pools.instance_info import InstanceKey, Role
 from router.request.generation_request import GenerationRequest, to_wire
 from serving.broadcast import Broadcast
 from serving.errors import ServiceError
-from serving.settings import Section, setting
+from serving.settings import MAX_TIME_S, Section, setting
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ IsGone = Callable[[InstanceKey], bool]  # whether that very process has left its
 class QuarantineSettings(Section):
     """When a request counts as the cause of instance failures."""
 
-    ttl_s: float = setting(300.0, "Seconds for which the same content is rejected.", gt=0)
+    ttl_s: float = setting(300.0, "Seconds for which the same content is rejected.", gt=0, le=MAX_TIME_S)
     memory_s: float = setting(60.0, "Seconds for which the death of an instance counts as evidence.", gt=0)
     trial_wait_s: float = setting(
         1.0, "Longest wait in seconds of a suspect request for another one at the same instance.", ge=0

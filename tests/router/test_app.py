@@ -9,10 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.app import RouterApp
+from router.config import RouterSettings
 from router.request.validation import ServedModel
+from serving.settings import MAX_TIME_S, SettingsError, load
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import Rig, settings_of
@@ -51,6 +54,31 @@ async def test_it_does_not_wait_for_ever(run: Run) -> None:
         await until_serving(rig)
         assert time.monotonic() - started_s >= 0.3
         assert (await rig.generate()).is_exactly(12)
+
+
+TIMES = [
+    ("server", "max_deadline_s", MAX_TIME_S),
+    ("pools", "beat_timeout_s", MAX_TIME_S),
+    ("pools", "max_backoff_s", 2_147_483),
+    ("signals", "interval_s", MAX_TIME_S),
+    ("quarantine", "ttl_s", MAX_TIME_S),
+    ("admission", "max_retry_after_s", MAX_TIME_S),
+]
+"""The longest ones that are allowed."""
+
+
+async def test_it_serves_with_the_longest_times_that_are_allowed(run: Run) -> None:
+    sections: dict[str, dict[str, float]] = {}
+    for section, name, longest_s in TIMES:
+        sections.setdefault(section, {})[name] = longest_s
+    async with run(prefill=1, decode=1, **sections) as rig:
+        assert (await rig.generate()).is_exactly(12)
+
+
+@pytest.mark.parametrize(("section", "name", "longest_s"), TIMES)
+def test_longer_times_are_refused(section: str, name: str, longest_s: float) -> None:
+    with pytest.raises(SettingsError, match=rf"{section}\.{name} = .* should be less than or equal to"):
+        load(RouterSettings, flags={("router", "model"): "m", (section, name): 1.001 * longest_s})
 
 
 @asynccontextmanager

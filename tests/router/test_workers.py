@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import math
 import os
 import re
 import signal
@@ -174,8 +173,8 @@ async def test_workers_get_every_setting_as_it_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("router.workers.worker_settings", recorded_settings)
     sections: dict[str, Any] = {
         "router": {"model": "m", "workers": NUM_WORKERS, "listen": "127.0.0.1:0"},
-        "server": {"max_deadline_s": math.inf, "drain_grace_s": math.inf},
-        "admission": {"queue_timeout_s": math.inf, "max_requests": 9},
+        "server": {"max_deadline_s": 1e9, "drain_grace_s": 0.1 + 0.2},
+        "admission": {"queue_timeout_s": 1e300, "max_requests": 9},
     }
     with closing(Workers(settings(**sections))) as workers:
         await workers.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -83,6 +85,20 @@ def test_a_scrape_that_fails_is_a_warning_in_the_log(
         ("RuntimeError: a fault that the test asked for", True),
     ]
     assert capsys.readouterr().err == ""
+
+
+def test_a_server_whose_thread_cannot_start_says_so_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = MetricsServer(MetricsSettings(listen="127.0.0.1:0"), of_process=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(OSError, match=r"cannot serve metrics on 127\.0\.0\.1:0: can't start new thread") as refused:
+            server.start()
+    assert refused.value.errno == errno.EAGAIN
+    assert server.address is None
+    server.close()
 
 
 def test_a_client_that_does_not_read_its_answer_leaves_no_traceback(

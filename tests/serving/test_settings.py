@@ -116,6 +116,13 @@ def test_an_invalid_value_is_reported_with_its_setting_and_origin(
     assert "server.port = 'many' (from TANDEM_SERVER__PORT): Input should be a valid integer" in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_a_number_that_is_not_finite_is_refused(config: Path, value: str) -> None:
+    config.write_text(f"pool: {{wait_s: {value}}}\n")
+    with pytest.raises(SettingsError, match=r"^pool\.wait_s = .* should be a finite number"):
+        load(Example, config=config)
+
+
 def test_a_problem_of_several_settings_names_no_source(config: Path) -> None:
     config.write_text("pool: {names: [none]}\n")
     with pytest.raises(SettingsError) as caught:

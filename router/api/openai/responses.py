@@ -202,7 +202,7 @@ class CompletionFormat(Format[CompletionBody]):
         text = given if isinstance(given, str) else self._texts.of_all(prompt)
         if top is None:
             return text, None
-        return text, prompt_logprobs(self._texts, prompt, candidates_of(chunk.prompt_logprobs), top)
+        return text, prompt_logprobs(self._texts, prompt, candidates_of(chunk.prompt_logprobs), top, len(text))
 
 
 class ChatFormat(Format[ChatBody]):
@@ -432,8 +432,11 @@ def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offs
     return columns
 
 
-def prompt_logprobs(texts: TokenTexts, prompt: Sequence[int], positions: Sequence[Candidates], top: int) -> Logprobs:
-    """The same of an echoed prompt, whose first token has no prediction."""
+def prompt_logprobs(
+    texts: TokenTexts, prompt: Sequence[int], positions: Sequence[Candidates], top: int, num_chars: int
+) -> Logprobs:
+    """The same of a prompt that is echoed as `num_chars` characters. Its first token has no prediction. Its last one
+    ends where the text does: what a tokenizer adds to the client's text, such as a BOS, is before it."""
     first, offset = prompt[0], TextOffset()
     columns: Logprobs = {
         "tokens": [texts.of(first)],
@@ -444,6 +447,8 @@ def prompt_logprobs(texts: TokenTexts, prompt: Sequence[int], positions: Sequenc
     offset.add(first, texts)
     for name, column in completion_logprobs(texts, positions[1:], offset, top).items():
         columns[name] += column
+    num_added = offset.num_chars - num_chars
+    columns["text_offset"] = [max(at - num_added, 0) for at in columns["text_offset"]]
     return columns
 
 

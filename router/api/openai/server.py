@@ -223,6 +223,7 @@ class _Connection(H11Protocol):
         self._tcp: asyncio.Transport = transport if layer is None else layer._transport
         self._num_in_tls: Callable[[], int] = (lambda: 0) if layer is None else layer._get_write_buffer_size
         self._watch_client()
+        self._is_stopping = False
         tls = self.config.tls
         is_admitted = tls is None or tls.admits(transport.get_extra_info("peercert"))
         if len(self.connections) > self.config.settings.max_connections or not is_admitted:
@@ -288,6 +289,22 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._watch_client()
         super().on_response_complete()
+        if self._is_stopping:
+            self._close_tcp()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._is_stopping = True
+        self._close_tcp()
+
+    def _close_tcp(self) -> None:
+        """Of a connection that is closing, behind what is sent: TLS would wait for its client's end of TLS, which a
+        client that keeps connections for later does not send."""
+        if self.transport.is_closing() and not self._num_in_tls():
+            self._tcp.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An offer of h2c or of a WebSocket is ignored, as HTTP allows. uvicorn warns and names packages to install."""
 
     def _watch_client(self) -> None:
         """Aborts the connection of a client that reads too little in write_timeout_s, or does not end TLS after it has

@@ -41,7 +41,7 @@ class Owner:
 
     of: dict[Role, int]
     resizes: list[tuple[float, Role, int]] = field(default_factory=list)
-    failure: str | None = None
+    failure: str | Exception | None = None
     num_asked: int = 0
     num_at_once: int = 0
     most_at_once: int = 0
@@ -88,6 +88,8 @@ class Owner:
 
     def _may_fail(self) -> None:
         self.num_asked += 1
+        if isinstance(self.failure, Exception):
+            raise self.failure
         if self.failure is not None:
             raise ActuatorError(self.failure)
 

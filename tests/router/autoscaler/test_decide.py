@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.autoscaler.decide import History, ScaleDecision, balance, decide
+from router.autoscaler import decide as decide_module
+from router.autoscaler.decide import History, ScaleDecision, balance, observed
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.router_signals import QueueSample
 from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
@@ -28,6 +29,12 @@ from tests.router.autoscaler.builders import (
     settings_of,
     starting,
 )
+
+
+def decide(
+    observations: Sequence[PoolObservation], policy: PoolPolicy, history: History, stale_s: float
+) -> ScaleDecision:
+    return decide_module.decide([observed(one, policy) for one in observations], policy, history, stale_s)
 
 
 def decided(

@@ -13,7 +13,10 @@ import pytest
 
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import PoolObservation
+from router.autoscaler.settings import PoolPolicy
+from router.autoscaler.signals import Demand, demand_of
 from router.pools.instance_info import Role
+from tests.process_logs import ProcessLogs
 from tests.router import virtual_time
 from tests.router.autoscaler.builders import settings_of
 from tests.router.autoscaler.simulation import (
@@ -166,6 +169,24 @@ def test_metrics_that_come_and_go_resize_at_most_once_per_cool_down(every: int) 
     run_loop(flapping, steps((4, 2.6), (8, 0.2), (12, 3.0), (math.inf, 0.1)))
 
 
+def test_the_demand_of_an_observation_is_computed_once_however_long_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Role, float]] = []
+
+    def counted(observation: PoolObservation, policy: PoolPolicy) -> Demand:
+        asked.append((observation.role, observation.at_s))
+        return demand_of(observation, policy)
+
+    async def idle(owner: Owner, simulation: Simulation) -> None:
+        running = asyncio.create_task(autoscaler(owner, simulation, SETTINGS).run())
+        await asyncio.sleep(3 * WINDOW_S)
+        running.cancel()
+
+    monkeypatch.setattr("router.autoscaler.decide.demand_of", counted)
+    run_loop(idle)
+    assert len(asked) > 2 * WINDOW_S / INTERVAL_S
+    assert len(set(asked)) == len(asked)
+
+
 # The owner of the instances
 
 
@@ -191,6 +212,33 @@ def test_an_owner_that_does_not_answer_is_asked_less_and_less_and_mentioned_once
     assert [record.getMessage() for record in caplog.records if record.name == "router.autoscaler.loop"] == [
         "autoscaler: reading the pools' sizes from their owner failed: the stack's socket is gone",
         "autoscaler recovered: reading the pools' sizes from their owner",
+    ]
+
+
+def test_an_unexpected_exception_does_not_end_the_loop(
+    caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
+) -> None:
+    async def failing(owner: Owner, simulation: Simulation) -> None:
+        loop = autoscaler(owner, simulation, SETTINGS)
+        running = asyncio.create_task(loop.run())
+        owner.failure = ValueError("a value that was not expected")
+        await asyncio.sleep(300.0)
+        assert 3 < owner.num_asked < 12  # 60 intervals
+        assert loop.to_wire("decode").reason == "ValueError: a value that was not expected"
+        assert loop.num_failures == owner.num_asked
+        owner.failure = None
+        await asyncio.sleep(120.0)
+        assert loop.leads
+        assert not running.done()
+        running.cancel()
+
+    caplog.set_level(logging.INFO, logger="router.autoscaler.loop")
+    with process_logs.expected("a value that was not expected"):
+        run_loop(failing)
+    records = [record for record in caplog.records if record.name == "router.autoscaler.loop"]
+    assert [(record.getMessage(), record.exc_info is not None) for record in records] == [
+        ("autoscaler: a step failed: ValueError: a value that was not expected", True),
+        ("autoscaler recovered: a step", False),
     ]
 
 

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import grpc
+import grpc.aio
 import pytest
 
 from router.autoscaler.loop import Autoscaler
-from router.autoscaler.resizer import ActuatorError, Resizer, SizeRefused, least_loaded
+from router.autoscaler.resizer import ActuatorError, Resizer, SizeRefused, StackLink, least_loaded
 from router.pools.instance import State
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport, Role
 from tests.router.autoscaler.builders import pool_of, settings_of
@@ -260,6 +262,33 @@ async def test_the_autoscaler_goes_on_from_what_another_router_has_resized(
         await scaler.step()
         assert len(stack.desired.snapshot.pool("decode")) == 2
         assert "; the size may change" not in scaler.to_wire("decode").reason
+
+
+async def test_a_link_that_is_closed_says_that_the_router_ends() -> None:
+    link = StackLink("unix:/nowhere/stack.sock")
+    await link.close()
+    for call in (link.sizes(), link.resize("decode", 2, (), previous_size=1), link.take_lead("one", 15.0)):
+        with pytest.raises(ActuatorError, match="the router is about to end"):
+            await call
+
+
+async def test_a_router_that_stops_accepts_no_calls_of_operators_once_its_owner_is_closed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[grpc.aio.AioRpcError] = []
+    async with owned(run) as found:
+
+        async def closed(link: StackLink) -> None:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await found.listed()
+            refused.append(error.value)
+            await close(link)
+
+        close = StackLink.close
+        with monkeypatch.context() as patched:
+            patched.setattr(StackLink, "close", closed)
+            await found.rig.app.stop()
+    assert [error.code() for error in refused] == [grpc.StatusCode.UNAVAILABLE]
 
 
 async def test_concurrent_resizes_run_one_after_the_other(run: Run) -> None:

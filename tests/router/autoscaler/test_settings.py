@@ -44,7 +44,7 @@ def test_it_requires_an_owner_of_the_instances() -> None:
         ({"max_instances": 3, "decode__min_size": 3}, "max_instances = 3 is below"),
         ({"min_ratio": 2.0, "max_ratio": 1.0}, "min_ratio = 2 is above max_ratio = 1; swap them"),
         ({"max_ratio": 0.1}, "allow no pair of sizes: the bounds of the pools give ratios from 0.125 to 8"),
-        ({"decode__target_score": float("nan")}, "greater than 0"),
+        ({"decode__target_score": float("nan")}, "a finite number"),
         ({"prefill__itl_objective_s": 1.0}, "did you mean autoscaler.prefill.ttft_objective_s"),
     ],
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import datetime
 import logging
+from types import SimpleNamespace
 
 import pytest
+from kubernetes.aio.config import incluster_config
 
 from router.autoscaler.resizer import ActuatorError
 from router.kubernetes import cluster as cluster_module
@@ -14,7 +17,7 @@ from router.kubernetes.actuator import DELETION_COST
 from router.kubernetes.cluster import Missing
 from tests.chart.fake_kube.kinds import Object
 from tests.chart.fake_kube.kubelet import PaperRuntime
-from tests.router.kubernetes.release import RIGHTS, FakeRelease, fake_release
+from tests.router.kubernetes.release import ACCOUNT, RIGHTS, FakeRelease, fake_release
 
 
 @pytest.fixture(autouse=True)
@@ -297,6 +300,33 @@ async def test_a_server_that_is_gone_is_an_error_until_it_is_back() -> None:
             await actuator.sizes()
         await found.kube.come_back()
         assert await actuator.sizes() == {"prefill": 1, "decode": 2}
+
+
+async def test_a_token_that_cannot_be_used_is_an_error_until_another_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again once a minute, here for each request. A line feed at its end is not part of it."""
+    always = SimpleNamespace(datetime=datetime.datetime, timedelta=lambda **_: datetime.timedelta())
+    monkeypatch.setattr(incluster_config, "datetime", always)
+    async with fake_release() as found:
+        token_file = found.kube.account_folder(ACCOUNT) / "token"
+        token = token_file.read_text()
+        token_file.write_text(f"{token}\n")
+        actuator = found.actuator()
+        assert await actuator.sizes() == {"prefill": 1, "decode": 2}
+        for content, why in (("", "empty"), ("a\nb", "header")):
+            token_file.write_text(content)
+            with pytest.raises(ActuatorError, match=f"cannot be reached to GET .*: .*{why}"):
+                await actuator.sizes()
+        token_file.write_text(f"{token}\n")
+        assert await actuator.sizes() == {"prefill": 1, "decode": 2}
+
+
+async def test_a_client_that_is_closed_is_an_error() -> None:
+    async with fake_release() as found:
+        actuator = found.actuator()
+        await actuator.sizes()
+        await found.close()
+        with pytest.raises(ActuatorError, match="Session is closed"):
+            await actuator.sizes()
 
 
 async def test_a_missing_right_is_reported_with_the_server_s_message_and_not_retried() -> None:

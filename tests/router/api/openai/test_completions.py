@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import processors
 
+from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.requests import CompletionBody
 from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts
@@ -18,7 +21,7 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT
-from tests.tokenizer_builders import byte_level
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_fallback, byte_level, byte_level_backend
 from tests.waiting import until
 
 
@@ -276,6 +279,36 @@ async def test_prompts_that_other_requests_leave_no_room_are_a_429(run_http: Run
         permits.release()
         permits.release()
         assert (await running).status_code == 200
+
+
+def bos_before_bytes() -> Tokenizer:
+    """Llama 3's way."""
+    backend = byte_level_backend()
+    bos = "<|endoftext|>"
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, backend.token_to_id(bos))]
+    )
+    return Tokenizer(backend.to_str(), BYTE_LEVEL_CONFIG)
+
+
+@pytest.mark.parametrize("make", [bos_before_bytes, byte_fallback])
+def test_text_offsets_of_an_echo_end_where_the_own_text_begins(make: Callable[[], Tokenizer]) -> None:
+    """What a tokenizer adds is before the client's text: a first token, and in Llama 2's way a space."""
+    tokenizer, given = make(), "hello world"
+    form = CompletionFormat(
+        CompletionBody.parse(b'{"prompt": "hello world", "logprobs": 0, "echo": true}'), TokenTexts(tokenizer)
+    )
+    ids = tuple(tokenizer.encode(given))
+    chunk = common_pb2.TokenChunk()
+    chunk.prompt_logprobs.add()
+    for token_id in ids[1:]:
+        chunk.prompt_logprobs.add().candidates.add(token_id=token_id, logprob=-1.0, rank=1)
+    text, columns = form.echo(0, ids, chunk)
+    assert text == given
+    assert columns is not None
+    num_left = [len("".join(columns["tokens"][index:])) for index in range(len(ids))]
+    assert num_left[0] > len(text)
+    assert columns["text_offset"] == [max(len(text) - number, 0) for number in num_left]
 
 
 @pytest.mark.parametrize("num_at_once", [1, 2, 3, 100])

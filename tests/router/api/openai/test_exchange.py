@@ -40,6 +40,18 @@ async def test_the_clients_request_id_is_returned(run_http: RunHttp) -> None:
             assert response.headers["x-request-id"] != wrong
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/version", "/metrics", "/", "/live", "/nowhere", "/health", "/openapi.json"]
+)
+async def test_answers_have_the_clients_request_id_but_for_those_that_the_docs_except(
+    run_http: RunHttp, path: str
+) -> None:
+    async with run_http() as http:
+        answer = await http.http.get(path, headers={"x-request-id": "mine-7"})
+        excepted = ("/health", "/openapi.json")
+        assert answer.headers.get("x-request-id") == (None if path in excepted else "mine-7")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 async def test_answers_to_equal_request_ids_have_ids_of_their_own(run_http: RunHttp, path: str, stream: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 import time
@@ -11,26 +12,35 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from router.api.openai.server import HttpServer, HttpSettings, HttpTls
+from router.api.openai.server import HttpServer, HttpSettings, HttpTls, _Connection
 from serving.settings import parse_address
 from tandem.local_stack.pki import StackCa
 from tests.certificates import Files, files_of
 from tests.router.rig import TIMEOUT_S
+from tests.waiting import until
 
 _PIECE = b"x" * 4096
 
 
+async def late(release: asyncio.Event, num_bytes: int) -> AsyncIterator[bytes]:
+    await release.wait()
+    yield b"x" * num_bytes
+
+
 async def respond(request: Request) -> Response:
-    """As many bytes as the path says, whole or as a stream."""
+    """As many bytes as the path says, whole, as a stream, or once they are released."""
     num_bytes = int(request.path_params["num_bytes"])
     if request.path_params["kind"] == "whole":
         return Response(b"x" * num_bytes)
+    if request.path_params["kind"] == "late":
+        return StreamingResponse(late(request.app.state.release, num_bytes))
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(num_bytes // len(_PIECE)):
@@ -44,6 +54,7 @@ async def serving(
     files: Files | None, *, write_timeout_s: float, max_connections: int = 100, num_kernel_bytes: int | None = None
 ) -> AsyncIterator[Port]:
     app = Starlette(routes=[Route("/{kind}/{num_bytes}", respond)])
+    app.state.release = asyncio.Event()
     settings = HttpSettings(listen="127.0.0.1:0", max_connections=max_connections, keep_alive_s=3600)
     tls = HttpTls(files.tls(), require_client_cert=False, client_names=()) if files else None
     server = HttpServer(app, settings, write_timeout_s=write_timeout_s, tls=tls)
@@ -52,14 +63,17 @@ async def serving(
         assert server._socket is not None
         server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_kernel_bytes)  # its connections inherit it
     try:
-        yield Port(server.address, files)
+        yield Port(server, app.state.release, files)
     finally:
         await server.stop()
 
 
 class Port:
-    def __init__(self, address: str, files: Files | None) -> None:
-        self._address = parse_address(address)
+    def __init__(self, server: HttpServer, release: asyncio.Event, files: Files | None) -> None:
+        self.server = server
+        self.release = release
+        self.address = server.address
+        self._address = parse_address(server.address)
         self._context = ssl.create_default_context(cafile=str(files.ca)) if files else None
 
     def ask(self, path: str, *, close: bool) -> socket.socket:
@@ -120,6 +134,37 @@ async def test_a_client_that_reads_all_and_does_not_close_is_dropped(files: File
             while await asyncio.to_thread(client.recv, 4096):
                 pass
             await until_served(port)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_stop_does_not_wait_for_clients_that_keep_their_connection(
+    files: Files | None, is_running: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pool does it, which reads no end of TLS meanwhile."""
+    monkeypatch.setattr("router.api.openai.server._STOP_S", int(TIMEOUT_S))
+    async with serving(files, write_timeout_s=TIMEOUT_S) as port:
+        client = await asyncio.to_thread(port.ask, "/late/1" if is_running else "/whole/1", close=False)
+        assert await asyncio.to_thread(client.recv, 4096)  # the headers at least
+        connections = list(port.server._server.server_state.connections)
+        stopping = asyncio.create_task(port.server.stop())
+        await until(lambda: all(one._is_stopping for one in connections if isinstance(one, _Connection)))
+        port.release.set()
+        await stopping
+    with client:
+        while await asyncio.to_thread(client.recv, 4096):
+            pass  # raises where TLS was not ended
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+async def test_an_offer_of_another_protocol_is_ignored_without_a_warning(
+    protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(None, write_timeout_s=TIMEOUT_S) as port, httpx.AsyncClient() as client:
+        headers = {"Connection": "Upgrade", "Upgrade": protocol}
+        answer = await client.get(f"http://{port.address}/whole/1", headers=headers, timeout=TIMEOUT_S)
+        assert (answer.status_code, answer.text) == (200, "x")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def until_served(port: Port) -> None:
