@@ -369,6 +369,32 @@ async def test_a_paused_stream_ends_with_its_client_or_its_deadline(run: Run) ->
         modest.cancel()
 
 
+async def test_a_paused_stream_ends_as_others_do_where_no_instance_is_left(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(two_slots()), admission=TENANTS, failover={"resume_wait_s": 0.2}) as rig:
+        streams = [asyncio.create_task(read(ask(rig, "greedy", max_tokens=1000))) for _ in range(2)]
+        await until_all_stream(rig, 2)
+        streams.append(asyncio.create_task(read(ask(rig, "modest", max_tokens=1000))))
+        await until_all_stream(rig, 3)
+        assert rig.app.admission.num_paused
+        await rig.decode[0].kill()
+        errors = await asyncio.gather(*streams, return_exceptions=True)
+        assert [error.code().name for error in errors if isinstance(error, grpc.aio.AioRpcError)] == ["UNAVAILABLE"] * 3
+
+
+async def test_a_paused_stream_goes_on_at_the_successor_of_the_last_instance(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(two_slots()), admission=TENANTS, failover={"resume_wait_s": 60.0}) as rig:
+        streams = [asyncio.create_task(read(ask(rig, "greedy"))) for _ in range(2)]
+        await until_all_stream(rig, 2)
+        streams.append(asyncio.create_task(read(ask(rig, "modest"))))
+        await until_all_stream(rig, 3)
+        assert rig.app.admission.num_paused
+        await rig.decode[0].kill()
+        await until(lambda: rig.app.admission.num_queued == 0)
+        rig.decode[0].behaviour.token_s = 0.0
+        await rig.decode[0].restart()
+        assert all([(await stream).is_exactly(NUM_TOKENS) for stream in streams])
+
+
 async def test_one_tenant_alone_never_pauses(run: Run) -> None:
     async with run(prefill=0, decode=decodes(two_slots(0.005)), admission={**TENANTS, "tenant_key": ""}) as rig:
         answers = await asyncio.gather(*(read(ask(rig, f"tenant-{i}", max_tokens=12)) for i in range(6)))
