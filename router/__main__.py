@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from engine.errors import EngineError, may_pass
 from engine.text.tokenizer import missing_tokenizer
@@ -48,8 +50,11 @@ def main(settings: RouterSettings) -> None:
 
 
 def work() -> None:
-    """One of several workers: its settings come on standard input, where it listens goes to standard output."""
-    _run(RouterSettings(**json.load(sys.stdin)), _serve)
+    """One of several workers: its settings come on standard input, where it listens goes to standard output. All else
+    that is printed, as by the module of a scorer, goes to standard error: the supervisor reads that one line alone."""
+    supervisor = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _run(RouterSettings(**json.load(sys.stdin)), partial(_serve, supervisor=supervisor))
 
 
 def _run(settings: RouterSettings, serve: Callable[[RouterSettings], Coroutine[Any, Any, bool]]) -> None:
@@ -68,14 +73,16 @@ def _run(settings: RouterSettings, serve: Callable[[RouterSettings], Coroutine[A
     sys.exit(EXIT_STOPPED if lost_nothing else EXIT_CUT_OFF)
 
 
-async def _serve(settings: RouterSettings) -> bool:
-    """Runs a router until a signal stops it; returns whether no request was cut off."""
+async def _serve(settings: RouterSettings, supervisor: TextIO | None = None) -> bool:
+    """Runs a router, the worker of a `supervisor` or alone, until a signal stops it; returns whether no request was cut
+    off."""
     with exporting_spans(settings.tracing, "tandem-router"), stop_signals() as signals:
         app = RouterApp(settings, _model(settings.router))
         await app.start()
         freeze_heap()
-        if settings.router.workers > 1:
-            announce_ready(json.dumps({"address": app.address, "metrics": app.metrics_address}) + "\n", None)
+        if supervisor is not None:
+            with supervisor:
+                supervisor.write(json.dumps({"address": app.address, "metrics": app.metrics_address}) + "\n")
         else:
             _announce(settings.router, app.address)
         return await serve_until_stopped(app, signals)

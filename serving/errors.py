@@ -181,12 +181,12 @@ def trailers(error: ServiceError, text: str) -> Trailers:
             )
         status.details.add().Pack(bad_request)
     extra: Trailers = ()
-    if error.retry_after_s is not None:
+    if error.retry_after_s is not None and math.isfinite(error.retry_after_s):
         retry_after_ms = math.ceil(max(error.retry_after_s, 0.0) * 1e3)
         delay = Duration(seconds=retry_after_ms // 1000, nanos=retry_after_ms % 1000 * 1_000_000)
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         extra = ((_PUSHBACK_KEY, str(retry_after_ms)),)
-    elif isinstance(error, Overloaded):
+    elif isinstance(error, Overloaded) and error.retry_after_s is None:
         extra = ((_PUSHBACK_KEY, "-1"),)  # gRPC's value for "do not retry"
     if isinstance(error, Crashed):
         extra = (*extra, (_CRASHED_KEY, "1"))

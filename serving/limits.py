@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import unquote
@@ -32,7 +32,6 @@ from serving.errors import CutOff, Overloaded, ServiceError, Unavailable
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
-_NO_THREAD = "no thread can be started to parse a large message"
 _RETRY_ELSEWHERE_S = 0.25
 """While draining: other instances behind the same name can serve at once, a successor of this one only later."""
 
@@ -171,10 +170,30 @@ class OpenCalls:
                 self._idle.set()
 
 
+T = TypeVar("T")
+
+
+def start_in_thread(work: Callable[[], T], purpose: str) -> asyncio.Future[T]:
+    """The result of `work()`, which a thread computes in the context of the caller. Raises Overloaded where no thread
+    can be started for this `purpose`, as at a limit on processes."""
+    context, is_given_up = copy_context(), False
+    no_thread = Overloaded(f"no thread can be started to {purpose}", _RETRY_AFTER_S)
+
+    def run() -> T:
+        if is_given_up:
+            raise no_thread
+        return context.run(work)
+
+    try:
+        return asyncio.get_running_loop().run_in_executor(None, run)
+    except RuntimeError:  # it is queued all the same: another thread may find it later
+        is_given_up = True
+        raise no_thread from None
+
+
 LARGE_BYTES = 256 << 10  # prompts of 87,000 token ids and more: an id below two million takes up to three bytes
 _MAX_WAITING = 8  # for each that is parsed at a time
 _PAUSE = 40.0  # times the CPU time of parsing
-T = TypeVar("T")
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
@@ -207,12 +226,10 @@ class LargeMessages:
         client = self._client(peer, metadata)
         await self._acquire(client)
         loop = asyncio.get_running_loop()
-        cpu_s, is_queued = 0.0, True
+        cpu_s = 0.0
 
         def timed() -> T:
             nonlocal cpu_s
-            if not is_queued:
-                raise Overloaded(_NO_THREAD, _RETRY_AFTER_S)
             began_s = time.thread_time()
             try:
                 return parse(data)
@@ -224,11 +241,10 @@ class LargeMessages:
             loop.call_later(cpu_s * _PAUSE, self._release, client)
 
         try:
-            parsing = loop.run_in_executor(None, timed)
-        except RuntimeError:  # no thread could be started, and another one may find the message later
-            is_queued = False
+            parsing = start_in_thread(timed, "parse a large message")
+        except Overloaded:
             self._release(client)
-            raise Overloaded(_NO_THREAD, _RETRY_AFTER_S) from None
+            raise
         parsing.add_done_callback(pause)
         return await asyncio.shield(parsing)  # a thread parses to its end, whether its call is cancelled or not
 

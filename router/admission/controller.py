@@ -144,12 +144,13 @@ class AdmissionController:
         """Seconds since the last request was over; 0 while there is one, infinite before the first."""
         return 0.0 if self.in_use.num_requests or self.num_queued else self.clock() - self._busy_s
 
-    async def instance_available(self) -> None:
-        """Returns as soon as there is a decode instance, and after `instance_wait_s` without one. Raises Overloaded if
-        `max_queued` requests wait for one already."""
+    async def instance_available(self) -> bool:
+        """Returns as soon as there is a decode instance, and after `instance_wait_s` without one: False then. The
+        request goes on all the same: one that is only silent may serve it. Raises Overloaded if `max_queued` requests
+        wait for one already."""
         self.refresh()
         if self._capacity.num_instances or not self.settings.instance_wait_s:
-            return
+            return True
         if self.num_held >= self.settings.max_queued:
             self.num_rejected["queue_full"] += 1
             waiting = f"{self.num_held} requests wait already for the first decode instance, the most allowed"
@@ -161,10 +162,15 @@ class AdmissionController:
                     await asyncio.sleep(_POLL_S)
                     self.refresh()
         except TimeoutError:
-            self.num_rejected["no_instance"] += 1
+            pass
         finally:
             self.num_held -= 1
             self._busy_s = self.clock()
+        return bool(self._capacity.num_instances)
+
+    def no_instance_came(self) -> None:
+        """A request for which `instance_available` returned False has ended without one."""
+        self.num_rejected["no_instance"] += 1
 
     @asynccontextmanager
     async def admit(
@@ -239,12 +245,14 @@ class AdmissionController:
     # Admission
 
     def _start_those_with_room(self, newcomer: Entry[Ticket] | None = None) -> None:
-        """Starts queued requests in order while there is room. While no instance is ready, they go on waiting and a
-        newcomer is admitted: its error is decided elsewhere."""
+        """Starts queued requests in order while there is room. While no instance is ready, they go on waiting; a
+        newcomer is admitted, and so are paused streams: their errors are decided elsewhere."""
         self.refresh()
         if not self._capacity.num_instances:
             if newcomer is not None:
                 self._start(newcomer)
+            while (paused := next((head for head in self.queue.heads() if head.has_run), None)) is not None:
+                self._start(paused)
         else:
             has_paused = False  # then the slots that it has left over were not free either
             while (found := self._next()) is not None:

@@ -218,6 +218,8 @@ class RequestHandler:
         """With every default resolved; None until it is known to be valid."""
         self._caller = Caller()
         self._choices: list[Choice] = []
+        self._found_instance = True
+        """False: it has waited for the first decode instance, and none came."""
 
     async def handle(
         self,
@@ -241,6 +243,8 @@ class RequestHandler:
             outcome = RequestEvent.ABORTED if aborted else RequestEvent.FINISHED
         except ServiceError as error:
             outcome, problem = RequestEvent.FAILED, _problem(error)
+            if isinstance(error, Unavailable) and not self._found_instance and not self._has_attempt:
+                self.admission.no_instance_came()
             raise
         except asyncio.CancelledError:
             if (end := call_end().error) is not None:
@@ -264,7 +268,7 @@ class RequestHandler:
                 registered.enter_context(registry.registered(label, lambda: scope.reschedule(0.0)))
             try:
                 async with scope:
-                    await self.admission.instance_available()
+                    self._found_instance = await self.admission.instance_available()
                     limits, caller = self.limits(message), self._caller
                     return await validated(message, self.model, limits, deadline_s=deadline_s, caller=caller)
             except TimeoutError:
@@ -310,6 +314,10 @@ class RequestHandler:
         """Token ids; only once a message is written."""
         assert self.request is not None, "a call that writes has been validated"
         return self.request.prompt_token_ids
+
+    @property
+    def _has_attempt(self) -> bool:
+        return any(choice.stream_epoch for choice in self._choices)
 
     @property
     def _num_generated(self) -> int:

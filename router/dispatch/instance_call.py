@@ -54,7 +54,14 @@ _repeats = Repeats()
 _CHECK_INTERVAL_S = 0.05
 _NUM_SILENT_CHECKS = 2
 """Two: after a moment in which this process did not run, the first check may come before what has arrived meanwhile."""
+_REJECTIONS = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.ALREADY_EXISTS,
+)
+"""Of the router by one instance: its credentials, an address that it names, an id that it has used there before."""
 _KINDS: dict[grpc.StatusCode, FailureKind] = {
+    **dict.fromkeys(_REJECTIONS, "broken"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",
     grpc.StatusCode.UNAVAILABLE: "broken",
     grpc.StatusCode.CANCELLED: "broken",
@@ -142,8 +149,7 @@ class InstanceCall:
     async def __aenter__(self) -> Self:
         self.instance.calls.add(self, self.choice.num_tokens, self.num_to_prefill)
         self.slot.add(self)
-        if self.instance.key != self.key:
-            self._lost = "another process has taken its place"
+        self._check_process()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -168,7 +174,9 @@ class InstanceCall:
 
     def instance_ended(self, reason: str) -> None:
         """The instance has ended: received messages are read, then the instance counts as lost."""
-        if self._lost is None:
+        if self._call is None:
+            self.instance_lost(reason)
+        elif self._lost is None:
             self._drain.begin(reason)
 
     def instance_draining(self) -> None:
@@ -191,11 +199,16 @@ class InstanceCall:
         self._has_moved = True
         self.instance_lost(reason)
 
+    def _check_process(self) -> None:
+        if self.instance.key != self.key:
+            self._lost = self._lost or "another process has taken its place"
+
     def _check_not_lost(self) -> None:
         if self._lost is not None:
             raise self._broken(self._lost)
 
     def _begin(self) -> None:
+        self._check_process()  # again: a suspect may have waited since the call was entered
         self._check_not_lost()
         self._reached = self.instance.channel.get_state() is grpc.ChannelConnectivity.READY
         self.instance.calls.sent(self)
@@ -266,7 +279,7 @@ class InstanceCall:
         death: Death | None = None
         if isinstance(answer, Crashed):
             death = "crashed"
-        elif not error.trailing_metadata():  # not a status of the instance's own
+        elif not error.trailing_metadata() and code not in _REJECTIONS:  # not a status of the instance's own
             death = self._vanished
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             answer = DeadlineExceeded("the request's deadline has passed")

@@ -271,6 +271,20 @@ class ChatOutput:
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """`params` with the constraints that tools require, behind the reasoning. Raises InvalidRequest."""
+        constrained = self._constrained(params)
+        tag = constrained.structural_tag
+        if isinstance(tag, str) and tag != params.structural_tag and (size := len(tag.encode())) > MAX_CONSTRAINT_BYTES:
+            problem = f"has {size} bytes together with what tools and reasoning add to the constraint"
+            raise InvalidRequest(self._constrained_by(params), problem, f"at most {MAX_CONSTRAINT_BYTES} bytes of both")
+        return constrained
+
+    def _constrained_by(self, params: SamplingParams) -> str:
+        """The client's field in the constraint: of two the one that is not a tool's."""
+        given = [name for name in CONSTRAINTS if getattr(params, name)]
+        are_calls_alone = self.tools is not None and self.tools.is_required
+        return given[0] if given and not are_calls_alone else "chat.tools"
+
+    def _constrained(self, params: SamplingParams) -> SamplingParams:
         if self.tools is not None:
             params = self.tools.constrained(params)
         if not self.thinks or not params.is_constrained:

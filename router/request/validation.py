@@ -6,7 +6,6 @@ length. Nothing is checked again afterwards.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from router.request.caller import Caller
 from router.request.chat import ChatOutput, Tools, template_messages
 from router.request.generation_request import GenerationRequest, ResumedChoice, from_wire
 from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
+from serving.limits import start_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ async def validated(
     deadline_s: float | None,
     caller: Caller = Caller(),  # noqa: B008 - frozen
 ) -> GenerationRequest:
-    """The request with every default resolved; `deadline_s` is monotonic. Raises InvalidArgument, NotFound or
-    Unsupported."""
+    """The request with every default resolved; `deadline_s` is monotonic. Raises InvalidArgument, NotFound, Unsupported
+    or Overloaded."""
     _check_label("request_id", request.request_id)
     check_model(request.model, model)
     shortest = limits.max_model_len
@@ -233,8 +233,10 @@ async def prompt_ids(
     if request.HasField("text"):
         if not request.text:
             raise InvalidRequest("prompt", "prompt is empty", f"1..{max_tokens} tokens")
-        encode_text = partial(model.tokenizer.encode, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(encode_text, request.text, max_tokens=max_tokens)
+        encode_text = partial(
+            model.tokenizer.encode, request.text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
+        return await start_in_thread(encode_text, "tokenise the prompt")
     if (num_messages := len(request.chat.messages)) > max_tokens:  # they take time, here and in the template
         raise InvalidRequest("chat.messages", f"{num_messages} messages", f"at most {max_tokens}, a token for each")
     for index, message in enumerate(request.chat.messages):
@@ -247,7 +249,7 @@ async def prompt_ids(
         template_variables=_template_variables(request.chat.template_variables),
         max_tokens=max_tokens,
     )
-    return await asyncio.to_thread(encode)
+    return await start_in_thread(encode, "tokenise the prompt")
 
 
 def _template_variables(text: str) -> dict[str, Any]:
@@ -346,7 +348,8 @@ async def _resumed_choices(
         check_each_id(f"{field}.token_ids", ids, limits.vocab_size)
         text = ""
         if not choice.finished:
-            text = await asyncio.to_thread(_delivered, field, ids, params, prompt, tokenizer)
+            delivered = partial(_delivered, field, ids, params, prompt, tokenizer)
+            text = await start_in_thread(delivered, "continue the text of the answer")
         resumed[choice.choice] = ResumedChoice(ids, text, choice.finished, choice.fingerprint)
     if len(resumed) == params.n and all(choice.is_finished for choice in resumed.values()):
         raise InvalidRequest("resume", "every choice has finished", "a choice that has not")

@@ -23,7 +23,8 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from protos.tandem.v1 import generation_pb2_grpc, pools_pb2, pools_pb2_grpc
 from router.config import RouterSettings
-from router.workers import Ports, Workers, _scraped, worker_settings
+from router.workers import Ports, Worker, Workers, _scraped, worker_settings
+from serving.lifecycle import EXIT_STOPPED, ParentBond
 from serving.settings import SettingsError
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -204,6 +205,45 @@ async def test_a_worker_that_cannot_be_started_once_is_started_later(monkeypatch
         await until(lambda: not failures)
         await until(lambda: len(processes) == NUM_WORKERS + 2)
         assert await workers.stop()
+
+
+CHATTY = """
+print("loaded")
+
+def score(request, view):
+    print("scored", flush=True)
+    return 0.0
+"""
+
+
+async def test_what_a_scorer_prints_goes_to_standard_error(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chatty_scorer.py").write_text(CHATTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    async with FakeInstance("decode") as decode:
+        whole = settings(
+            router={"model": str(model_folder), "model_name": "fake", "workers": 2, "listen": "127.0.0.1:0"},
+            pools={"decode": decode.address, "beat_timeout_s": 20.0},
+            picking={"decode_scorers": "chatty_scorer:score"},
+            admission={"instance_wait_s": 60.0},
+        )
+        with closing(Ports()) as ports, closing(ParentBond()) as bond:
+            worker = Worker(0, worker_settings(whole, ports)[0], bond)
+            running = asyncio.create_task(worker.run())
+            ready = asyncio.create_task(worker.ready.wait())
+            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+            assert ready.done()
+            async with grpc.aio.insecure_channel(worker.listens["address"]) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                answer = Answer([one async for one in stub.Generate(request_of(), timeout=60)])
+            worker.end()
+            assert await running == EXIT_STOPPED
+    assert answer.is_exactly(12)
+    printed = capfd.readouterr().err
+    assert "loaded" in printed
+    assert "scored" in printed
 
 
 class Router:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import grpc
 import pytest
@@ -111,6 +112,11 @@ def test_the_details_of_a_hundred_violations_still_fit_the_trailers() -> None:
 def test_errors_without_details_carry_no_trailers() -> None:
     assert trailers(InternalError("x"), "x") == ()
     assert trailers(Overloaded("x", 0.0), "x")[0] == ("grpc-retry-pushback-ms", "0")
+
+
+@pytest.mark.parametrize("retry_after_s", [math.nan, math.inf])
+def test_a_hint_that_is_no_time_is_left_out(retry_after_s: float) -> None:
+    assert trailers(Unavailable("x", retry_after_s), "x") == trailers(Overloaded("x", retry_after_s), "x") == ()
 
 
 def test_details_that_are_broken_inside_are_left_out() -> None:

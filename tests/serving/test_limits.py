@@ -18,7 +18,15 @@ import pytest
 from protos.tandem.v1 import generation_pb2 as pb
 from serving import interceptor, limits
 from serving.errors import InvalidArgument, Overloaded
-from serving.limits import LARGE_BYTES, AbuseLimits, LargeMessages, connections_from, discard_incoming, reset_connection
+from serving.limits import (
+    LARGE_BYTES,
+    AbuseLimits,
+    LargeMessages,
+    connections_from,
+    discard_incoming,
+    reset_connection,
+    start_in_thread,
+)
 from tests.floods import http2
 from tests.floods.http2 import Connection, frame, message
 from tests.grpc_calls import next_message, of_bytes
@@ -176,6 +184,14 @@ async def test_a_message_that_gets_no_thread_leaves_no_state(monkeypatch: pytest
     assert not messages._locks
     assert not messages._num_held
     assert await messages.parsed("a", LARGE, len) == LARGE_BYTES
+
+
+async def test_an_error_of_the_work_itself_is_no_lack_of_threads() -> None:
+    def fails() -> None:
+        raise RuntimeError("of the work")
+
+    with pytest.raises(RuntimeError, match="of the work"):
+        await start_in_thread(fails, "test")
 
 
 GENERATE = "/tandem.v1.GenerationService/Generate"

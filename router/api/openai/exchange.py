@@ -396,6 +396,8 @@ def headers_of(error: ServiceError) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
     if isinstance(error, PoisonRequestRejected):
         return {"x-should-retry": "false"}  # rejected for minutes: a client's own retries come too early
+    if error.retry_after_s is not None and not math.isfinite(error.retry_after_s):
+        return {}
     if error.retry_after_s is not None:
         return {
             "retry-after": str(math.ceil(error.retry_after_s)),

@@ -234,3 +234,26 @@ async def test_the_limits_follow_the_load_of_other_routers_while_no_request_come
         await until(lambda: rig.app.admission.limits.num_sequences == 7)
         behaviour.num_running = 10
         await until(lambda: rig.app.admission.limits.num_sequences == 5)
+
+
+async def test_a_wait_that_ends_before_an_instance_is_back_counts_as_no_rejection_of_a_request_that_is_served(
+    run: Run,
+) -> None:
+    async with run(prefill=0, admission={"instance_wait_s": 0.1}, failover={"resume_wait_s": 60.0}) as rig:
+        rig.decode[0].behaviour.core_silence_s = 30.0
+        await rig.until_ready(num_decode=0)
+        asking = asyncio.create_task(rig.generate(max_tokens=6))
+        await until(lambda: rig.app.admission.in_use.num_requests)
+        rig.decode[0].behaviour.core_silence_s = 0.0
+        assert (await asking).is_exactly(6)
+        assert rig.app.admission.num_rejected.total() == 0
+
+
+async def test_a_wait_for_an_instance_that_is_not_back_in_time_counts_as_one_rejection(run: Run) -> None:
+    async with run(prefill=0, admission={"instance_wait_s": 0.1}, failover={"resume_wait_s": 0.1}) as rig:
+        rig.decode[0].behaviour.core_silence_s = 30.0
+        await rig.until_ready(num_decode=0)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await rig.generate(max_tokens=6)
+        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert rig.app.admission.num_rejected == {"no_instance": 1}

@@ -369,6 +369,43 @@ async def test_a_paused_stream_ends_with_its_client_or_its_deadline(run: Run) ->
         modest.cancel()
 
 
+async def begun(call: grpc.aio.UnaryStreamCall[Any, Any]) -> asyncio.Task[Answer]:
+    """The whole answer of a stream whose first token has come."""
+    responses = aiter(call)
+    first = await anext(responses)
+
+    async def whole() -> Answer:
+        return Answer([first, *[response async for response in responses]])
+
+    return asyncio.create_task(whole())
+
+
+async def one_paused(rig: Rig, num_tokens: int) -> list[asyncio.Task[Answer]]:
+    """Three streams on two slots."""
+    tenants = ("greedy", "greedy", "modest")
+    streams = [await begun(ask(rig, tenant, max_tokens=num_tokens)) for tenant in tenants]
+    assert rig.app.admission.num_paused
+    return streams
+
+
+async def test_a_paused_stream_ends_as_others_do_where_no_instance_is_left(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(two_slots()), admission=TENANTS, failover={"resume_wait_s": 0.2}) as rig:
+        streams = await one_paused(rig, 1000)
+        await rig.decode[0].kill()
+        errors = await asyncio.gather(*streams, return_exceptions=True)
+        assert [error.code().name for error in errors if isinstance(error, grpc.aio.AioRpcError)] == ["UNAVAILABLE"] * 3
+
+
+async def test_a_paused_stream_goes_on_at_the_successor_of_the_last_instance(run: Run) -> None:
+    async with run(prefill=0, decode=decodes(two_slots()), admission=TENANTS, failover={"resume_wait_s": 60.0}) as rig:
+        streams = await one_paused(rig, 400)
+        await rig.decode[0].kill()
+        await until(lambda: rig.app.admission.num_queued == 0)
+        rig.decode[0].behaviour.token_s = 0.0
+        await rig.decode[0].restart()
+        assert all([(await stream).is_exactly(400) for stream in streams])
+
+
 async def test_one_tenant_alone_never_pauses(run: Run) -> None:
     async with run(prefill=0, decode=decodes(two_slots(0.005)), admission={**TENANTS, "tenant_key": ""}) as rig:
         answers = await asyncio.gather(*(read(ask(rig, f"tenant-{i}", max_tokens=12)) for i in range(6)))

@@ -85,6 +85,35 @@ def test_schemas_that_are_too_large_together_are_rejected_as_such() -> None:
     assert raised.value.allowed == allowed
 
 
+def schema_of(num_bytes: int) -> dict[str, Any]:
+    """A JSON schema whose text has so many bytes."""
+    values = ["x" * 1000] * (num_bytes // 1100)
+    rest = num_bytes - len(json.dumps({"enum": [*values, ""]}))
+    return {"enum": [*values, "x" * rest]}
+
+
+def test_a_schema_that_fits_alone_and_not_behind_reasoning_is_rejected_by_its_own_field() -> None:
+    params = SamplingParams(json_schema=schema_of(MAX_CONSTRAINT_BYTES))
+    assert params.constraint is not None
+    assert ChatOutput().constrained(params) == params
+    with pytest.raises(InvalidRequest) as raised:
+        ChatOutput(thinks=True).constrained(params)
+    assert raised.value.field == "json_schema"
+    said = re.match(r"has (\d+) bytes together with what tools and reasoning add", raised.value.problem)
+    assert said is not None
+    num_added = int(said[1]) - MAX_CONSTRAINT_BYTES
+    fits = SamplingParams(json_schema=schema_of(MAX_CONSTRAINT_BYTES - num_added))
+    assert ChatOutput(thinks=True).constrained(fits).constraint is not None
+
+
+def test_tools_that_fit_alone_and_not_behind_reasoning_are_rejected_as_such() -> None:
+    required = chat(1, {"type": "object", "properties": {"a": schema_of(MAX_CONSTRAINT_BYTES - 500)}})
+    assert constraint_of(required)
+    with pytest.raises(InvalidRequest) as raised:
+        constraint_of(required, thinks=True)
+    assert raised.value.field == "chat.tools"
+
+
 TEXTS = [
     "No call. \n",
     'Let me see.\n\n<tool_call>\n{"name": "add", "arguments": {"a": [1, {"x": "}<"}]}}\n</tool_call>\n and <tool_',

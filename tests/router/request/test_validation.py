@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -264,6 +265,29 @@ async def test_any_salt_up_to_256_bytes_is_taken(rig: Rig, salt: str) -> None:
 async def test_odd_text_is_served(rig: Rig, text: str) -> None:
     wanted = generation_pb2.GenerateRequest(text=text, sampling=common_pb2.SamplingParams(max_tokens=1))
     assert len((await rig.generate(wanted)).ids()) == 1
+
+
+HELLO = generation_pb2.ChatMessage(role="user", content="hello")
+BEGUN = generation_pb2.Resume(choices=[generation_pb2.ResumedChoice(choice=0, token_ids=[20])])
+IN_A_THREAD = {
+    "text": generation_pb2.GenerateRequest(text="hello"),
+    "chat": generation_pb2.GenerateRequest(chat=generation_pb2.Chat(messages=[HELLO])),
+    "resumed answer": request(resume=BEGUN, sampling=common_pb2.SamplingParams(seed=1)),
+}
+
+
+@pytest.mark.parametrize("what", IN_A_THREAD)
+async def test_where_no_thread_can_be_started_the_router_is_full(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(executor: object, *work: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "run_in_executor", fails)
+        error = await rejection(rig, IN_A_THREAD[what])
+    assert error.code() is RE
+    assert "no thread can be started" in str(error.details())
 
 
 async def test_unknown_instances_make_a_request_unavailable_not_wrong(run: Run) -> None:

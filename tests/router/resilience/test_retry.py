@@ -17,7 +17,16 @@ from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, FailureKind, RetryBudget, give_up
 from router.resilience.safeguards import Guard
-from serving.errors import InternalError, Overloaded, ServiceError, StreamEnded, Unavailable
+from serving.errors import (
+    AlreadyExists,
+    InternalError,
+    Overloaded,
+    PermissionDenied,
+    ServiceError,
+    StreamEnded,
+    Unauthenticated,
+    Unavailable,
+)
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, prefills, status_of
@@ -124,6 +133,29 @@ async def test_what_no_instance_would_accept_is_sent_once(run: Run) -> None:
     async with run(decode=decodes(Behaviour(refuse=WRONG), busy())) as rig:
         assert (await status_of(rig)).code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not rig.decode[1].recorded("decode")
+
+
+REJECTIONS = (PermissionDenied("no name (tls)"), Unauthenticated("no token (tls)"), AlreadyExists("used (tls)"))
+"""Of the router, whatever the request."""
+
+
+@pytest.mark.parametrize("rejection", REJECTIONS, ids=lambda error: error.code.name)
+async def test_where_one_instance_rejects_the_router_another_one_serves(run: Run, rejection: ServiceError) -> None:
+    async with run(prefill=0, decode=decodes(Behaviour(refuse=rejection), busy())) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.decode[0].recorded("refused")
+        assert rig.app.safeguards.poison.is_empty
+
+
+@pytest.mark.parametrize("rejection", REJECTIONS, ids=lambda error: error.code.name)
+async def test_where_every_instance_rejects_the_router_the_log_says_why_and_not_the_client(
+    run: Run, caplog: pytest.LogCaptureFixture, rejection: ServiceError
+) -> None:
+    async with run(prefill=0, decode=decodes(Behaviour(refuse=rejection))) as rig:
+        error = await status_of(rig)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "tls" not in str(error.details())
+    assert f"{rejection.code.name}: {rejection}" in caplog.text
 
 
 async def test_a_request_that_breaks_two_instances_is_sent_to_no_third(run: Run) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2_grpc
 from router.app import RouterApp
-from router.pools.instance_info import Role
+from router.pools.instance_info import InstanceKey, Role
 from router.request.validation import ServedModel
+from router.resilience.safeguards import Guard
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
@@ -92,6 +93,32 @@ async def test_a_first_token_that_is_due_does_not_keep_a_request_with_weights_th
         permits.release()
         assert (await asking).ids() == OF_BOTH[1]
         assert not decode[0].recorded("token")
+
+
+async def test_a_stream_that_waits_for_probation_does_not_go_to_what_replaces_its_instance(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, may_go_on, wait_probation = asyncio.Event(), asyncio.Event(), Guard.wait_probation
+
+    async def wait_longer(guard: Guard, key: InstanceKey) -> None:
+        await wait_probation(guard, key)
+        if guard.choice.num_emitted:
+            waiting.set()
+            await may_go_on.wait()
+
+    monkeypatch.setattr(Guard, "wait_probation", wait_longer)
+    decode = decodes(slow(0.0, die_at=5), slow(0.0, num_running=9), slow(0.0, num_running=50))
+    async with run(prefill=0, decode=decode) as rig:
+        asking = asyncio.create_task(rig.generate(max_tokens=NUM_TOKENS))
+        await waiting.wait()
+        [picked] = [one for one in rig.app.pools.decode.instances if not one.calls.is_empty]
+        assert picked.address == decode[1].address
+        decode[1].behaviour.weights = 1
+        await decode[1].replace(weights_digest="new")
+        await until(lambda: picked.key == InstanceKey(decode[1].address, decode[1].epoch) and picked.state == "ready")
+        may_go_on.set()
+        assert (await asking).ids() == OF_BOTH[0]
+        assert not decode[1].recorded("decode")
 
 
 def renewed(role: Role, name: str, weights: str = "new") -> FakeInstance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import httpx
@@ -298,3 +299,8 @@ def test_every_error_has_a_status(error: errors.ServiceError, status_code: int, 
     if isinstance(error, PoisonRequestRejected):
         assert headers_of(error) == {"x-should-retry": "false"}  # for minutes
         assert body_of(error, {})["error"]["code"] == "quarantined"
+
+
+@pytest.mark.parametrize("retry_after_s", [math.nan, math.inf])
+def test_a_hint_that_is_no_time_is_left_out(retry_after_s: float) -> None:
+    assert headers_of(errors.Overloaded("x", retry_after_s)) == headers_of(errors.Unavailable("x", retry_after_s)) == {}
