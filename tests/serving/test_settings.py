@@ -70,6 +70,25 @@ def test_the_environment_takes_lists_as_json(monkeypatch: pytest.MonkeyPatch) ->
         load(Example)
 
 
+def test_a_path_that_is_set_to_nothing_is_an_error(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the working directory."""
+    config.write_text('pool: {folder: ""}\n')
+    with pytest.raises(
+        SettingsError, match=r"pool\.folder = '' \(from .*tandem\.yaml\): .*must be a path, or left out"
+    ):
+        load(Example, config=config)
+    monkeypatch.setenv("TANDEM_POOL__FOLDER", "")
+    with pytest.raises(SettingsError, match=r"pool\.folder = '' \(from TANDEM_POOL__FOLDER\): .*must be a path"):
+        load(Example)
+    given: list[Path | None] = []
+    command = settings_options(Example)(lambda settings: given.append(settings.pool.folder))
+    result = CliRunner().invoke(command, ["--pool-folder", ""])
+    assert "pool.folder = '' (from flags): Value error, must be a path" in result.output
+    monkeypatch.delenv("TANDEM_POOL__FOLDER")
+    assert CliRunner().invoke(command, ["--pool-folder", "."]).exit_code == 0
+    assert given == [Path(".")]
+
+
 def test_settings_are_frozen() -> None:
     settings = load(Example)
     with pytest.raises(ValidationError):
