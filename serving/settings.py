@@ -41,6 +41,7 @@ _PREFIX = "TANDEM_"
 _ENVIRONMENT = "environment"
 _FLAGS = "flags"
 _DEFAULT = "default"
+_MAX_INT64 = 2**63 - 1
 
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]/]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
@@ -64,6 +65,14 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if value == "" and Path in (annotation, *get_args(annotation)):
             raise ValueError("must be a path, or left out; . is the working directory")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _fits_a_message(cls, value: object) -> object:
+        """Python's integers have no end, those of messages and of most libraries do."""
+        if isinstance(value, int) and abs(value) > _MAX_INT64:
+            raise ValueError(f"must be at most {_MAX_INT64}")
         return value
 
 

@@ -89,6 +89,14 @@ def test_a_path_that_is_set_to_nothing_is_an_error(config: Path, monkeypatch: py
     assert given == [Path(".")]
 
 
+def test_an_integer_that_no_message_has_is_an_error() -> None:
+    assert load(Example, flags={("pool", "size"): 2**63 - 1}).pool.size == 2**63 - 1
+    with pytest.raises(
+        SettingsError, match=r"pool\.size = 9223372036854775808 \(from flags\): .*at most 92233720368547"
+    ):
+        load(Example, flags={("pool", "size"): 2**63})
+
+
 def test_settings_are_frozen() -> None:
     settings = load(Example)
     with pytest.raises(ValidationError):
