@@ -20,6 +20,7 @@ from engine.config import (
     ModelImpl,
     Quantization,
 )
+from instance.convert import may_be_dialled
 from kv_transfer.transfer.connector import MAX_LEASE_S
 from serving.channel import MAX_INT, ChannelSettings, listens_privately
 from serving.logging import LogSettings
@@ -66,6 +67,13 @@ class ListenSettings(ServerSettings):
     drain_move_s: float = setting(
         10.0, "Last seconds of the grace, in which routers resume running requests elsewhere.", ge=0
     )
+
+    @field_validator("advertise")
+    @classmethod
+    def _may_be_dialled(cls, address: str | None) -> str | None:
+        if address is not None and not may_be_dialled(address):
+            raise ValueError("must be a DNS name, an IPv4 address or [IPv6], and a port above 0; peers call it")
+        return address
 
     def resolved(self) -> ListenSettings:
         """The same settings with `listen` split into host and port."""

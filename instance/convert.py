@@ -27,7 +27,9 @@ _TRANSFER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 # A DNS name, an IPv4 address or an IPv6 address in brackets, and a port. No schemes: peers choose the address, and it
 # is dialled from inside our network.
-_ADDRESS = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
+_IPV6 = r"\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?\]"
+_ADDRESS = re.compile(f"(?:{_NAME}|{_IPV6}):([0-9]{{1,5}})", re.ASCII)
 
 FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -197,10 +199,14 @@ def transfer_id(field: str, value: str) -> str:
 
 def dial_address(field: str, value: str) -> str:
     """`host:port`; nothing else that gRPC would resolve."""
-    matched = _ADDRESS.fullmatch(value)
-    if matched is None or not 0 < int(matched[1]) < 65536:
+    if not may_be_dialled(value):
         raise invalid_argument(field, f"is {shown(value)}", "host:port of the prefill instance")
     return value
+
+
+def may_be_dialled(address: str) -> bool:
+    matched = _ADDRESS.fullmatch(address)
+    return matched is not None and 0 < int(matched[1]) < 65536
 
 
 def checked_seconds(field: str, value: float) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -24,7 +24,7 @@ from instance.convert import TransferSource
 from kv_transfer.transfer.client import CONNECT_S, TransferRequest, attach_to_transfer
 from protos.tandem.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from serving import tracing
-from serving.channel import ChannelSettings, is_ip, is_private, open_channel, resolve
+from serving.channel import ChannelSettings, ip_target, is_ip, is_private, open_channel, resolve
 from serving.errors import PermissionDenied, ServiceError, Unavailable
 from serving.settings import format_address, parse_address
 from serving.tls import TlsFiles
@@ -46,7 +46,8 @@ class PeerChannels:
     A channel in use is never closed. The least recently used idle ones above 32 are closed: addresses change with the
     pool. Callers choose the addresses. With TLS that is harmless: nothing is sent to a peer without a certificate of
     the stack's CA. Without TLS, addresses outside private networks are rejected, and so is link-local, where clouds
-    serve credentials. A name is resolved here and its address dialled, so that the check holds for the connection.
+    serve credentials. A name is resolved here and its private addresses dialled, so that the check holds for the
+    connection.
     """
 
     def __init__(
@@ -63,21 +64,22 @@ class PeerChannels:
         self._tls = tls
         self._peer_name = peer_name
         self._private_only = tls is None and not allow_public
-        self._by_address: dict[str, _SharedChannel] = {}  # least recently used first
+        self._by_target: dict[str, _SharedChannel] = {}  # least recently used first
 
     def check_address(self, address: str) -> None:
         """Raises PermissionDenied for a forbidden IP address. A name is checked when it is resolved."""
-        host, _ = parse_address(address)
-        if self._private_only and is_ip(host) and not is_private(host):
-            raise PermissionDenied(f"transfer.address: {address} is not in a private network, and TLS is off")
+        host, port = parse_address(address)
+        if self._private_only and is_ip(host):
+            _private([host], port)
 
     @asynccontextmanager
     async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
         """The connecting channel to `address`, which has passed `convert.dial_address`. Raises PermissionDenied or
         Unavailable."""
-        address = await self._resolved(address) if self._private_only else address
-        shared = self._by_address.pop(address, None) or _SharedChannel(self._dial(address))
-        self._by_address[address] = shared
+        # With its scheme: gRPC would take unix:80, where `unix` may be a host, for a file.
+        target = await self._resolved(address) if self._private_only else f"dns:///{address}"
+        shared = self._by_target.pop(target, None) or _SharedChannel(self._dial(target))
+        self._by_target[target] = shared
         shared.num_users += 1
         shared.channel.get_state(try_to_connect=True)
         try:
@@ -87,30 +89,36 @@ class PeerChannels:
             await self._close_idle()
 
     async def close(self) -> None:
-        while self._by_address:
-            _, shared = self._by_address.popitem()
+        while self._by_target:
+            _, shared = self._by_target.popitem()
             await shared.channel.close()
 
-    def _dial(self, address: str) -> grpc.aio.Channel:
-        # With its scheme: gRPC would take unix:80, where `unix` may be a host, for a file.
-        return open_channel(f"dns:///{address}", self._settings, tls=self._tls, peer_name=self._peer_name)
+    def _dial(self, target: str) -> grpc.aio.Channel:
+        return open_channel(target, self._settings, tls=self._tls, peer_name=self._peer_name)
 
     async def _resolved(self, address: str) -> str:
         host, port = parse_address(address)
         try:
             async with asyncio.timeout(CONNECT_S):
-                address = format_address(host if is_ip(host) else await resolve(host), port)
+                ips = [host] if is_ip(host) else await resolve(host)
         except TimeoutError:  # a request would wait for a resolver that hangs until its reservation ends
             raise Unavailable(f"transfer.address: {host} cannot be resolved within {CONNECT_S:g} s") from None
         except (OSError, RuntimeError):  # no thread could be started
             raise Unavailable(f"transfer.address: {host} cannot be resolved") from None
-        self.check_address(address)
-        return address
+        return ip_target(_private(ips, port), port)
 
     async def _close_idle(self) -> None:
-        idle = [address for address, shared in self._by_address.items() if shared.num_users == 0]
-        for address in idle[: max(0, len(idle) - _MAX_IDLE)]:
-            await self._by_address.pop(address).channel.close()
+        idle = [target for target, shared in self._by_target.items() if shared.num_users == 0]
+        for target in idle[: max(0, len(idle) - _MAX_IDLE)]:
+            await self._by_target.pop(target).channel.close()
+
+
+def _private(ips: Sequence[str], port: int) -> list[str]:
+    """Those in private networks. Raises PermissionDenied where there are none."""
+    if not (private := [ip for ip in ips if is_private(ip)]):
+        shown = ", ".join(format_address(ip, port) for ip in ips)
+        raise PermissionDenied(f"transfer.address: {shown} is not in a private network, and TLS is off")
+    return private
 
 
 class TransferClient:

@@ -278,11 +278,19 @@ def listens_privately(host: str) -> bool:
         return all(is_private(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
 
 
-async def resolve(host: str) -> str:
-    """One address of a name. Raises OSError."""
+async def resolve(host: str) -> list[str]:
+    """The addresses of a name, in the system's order. Raises OSError."""
     with _named_errors(host):
         entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(entries[0][4][0])
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def ip_target(ips: Sequence[str], port: int) -> str:
+    """A gRPC target whose addresses are tried in turn, the next one a quarter of a second later. A target has one
+    family: beside IPv6 addresses one of IPv4 is written as a mapped one, which gRPC connects to over IPv4."""
+    if not any(":" in ip for ip in ips):
+        return f"ipv4:{','.join(f'{ip}:{port}' for ip in ips)}"
+    return f"ipv6:{','.join(f'[{ip}]:{port}' if ':' in ip else f'[::ffff:{ip}]:{port}' for ip in ips)}"
 
 
 @contextmanager

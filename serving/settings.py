@@ -31,7 +31,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import click
 import pydantic_settings
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from serving.yaml_file import parse_yaml
@@ -41,6 +41,7 @@ _PREFIX = "TANDEM_"
 _ENVIRONMENT = "environment"
 _FLAGS = "flags"
 _DEFAULT = "default"
+_MAX_INT64 = 2**63 - 1
 
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]/]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5})")
 
@@ -57,6 +58,23 @@ class Section(BaseModel):
     infinity does not fit gRPC's times, and a sum with it orders nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _path_is_not_empty(cls, value: object, info: ValidationInfo) -> object:
+        """`Path("")` is the working directory: VARIABLE= would be a store there."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if value == "" and Path in (annotation, *get_args(annotation)):
+            raise ValueError("must be a path, or left out; . is the working directory")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _fits_a_message(cls, value: object) -> object:
+        """Python's integers have no end, those of messages and of most libraries do."""
+        if isinstance(value, int) and abs(value) > _MAX_INT64:
+            raise ValueError(f"must be at most {_MAX_INT64}")
+        return value
 
 
 class Settings(pydantic_settings.BaseSettings):
@@ -364,9 +382,16 @@ def _click_type(annotation: Any) -> click.ParamType[Any]:
         int: click.INT,
         float: click.FLOAT,
         str: click.STRING,
-        Path: click.Path(path_type=Path),
+        Path: _PathValue(path_type=Path),
     }
     return simple.get(annotation) or _YamlValue()
+
+
+class _PathValue(click.Path):
+    """An empty text stays one, for the settings to reject."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "" else super().convert(value, param, ctx)
 
 
 class _YamlValue(click.ParamType[Any]):

@@ -337,6 +337,7 @@ class WorkerHalf:
             if result.num_verified_tokens < request.num_initial_tokens:
                 first_bad = result.num_verified_tokens // self._block_size
                 self._results.bad_block_ids.update(transfer.block_ids[first_bad:])
+            self._connector.request_finished(request, transfer.block_ids)  # SchedulerHalf.finished announces no more
         self._remove(transfer)
 
     def _release_if_unused(self, transfer: _Transfer) -> None:

@@ -54,6 +54,7 @@ class LoadMeter(StatLoggerBase):
         if not self.num_blocks:
             return  # the host does not serve yet: vLLM warms up
         self._stats = scheduler_stats or self._stats
+        self._measure_step(has_outputs=iteration_stats is not None)
         if iteration_stats is None:
             return
         num_prefilled: int = iteration_stats.prompt_token_stats.computed
@@ -62,10 +63,15 @@ class LoadMeter(StatLoggerBase):
         self._counters.num_prefilled_tokens += num_prefilled
         self._counters.num_generated_tokens += num_generated
         self._counters.num_preemptions += iteration_stats.num_preempted_reqs
+
+    def _measure_step(self, *, has_outputs: bool) -> None:
+        """A step without outputs computes a part of a prompt, or waits for KV. After `idle` vLLM has such steps too, as
+        long as a hand-over is read: they begin no measurement."""
         now = time.monotonic()
         if self._last_s is not None:  # a slow step raises the estimate at once, and it falls step by step
             self._step_s = max(now - self._last_s, self._step_s * _SLOWEST_DECAY)
-        self._last_s = now
+        if self._last_s is not None or has_outputs:
+            self._last_s = now
 
     def idle(self) -> None:
         """No request runs: the time until the next step is not a step's."""

@@ -272,6 +272,12 @@ class ProcessLink:
         python = config.python or sys.executable
         if shutil.which(python) is None:
             raise EngineError(f"engine.python: {python} is no program; give the path of a Python interpreter")
+        try:
+            payload = msgspec.msgpack.encode(config)
+        except OverflowError as error:
+            raise EngineError(
+                "the engine's settings have an integer of more than 64 bits; give a smaller one"
+            ) from error
         folder = Path(tempfile.mkdtemp(prefix="tandem-core-", dir=_temporary_folder()))
         address = f"ipc://{folder}/core"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -294,11 +300,15 @@ class ProcessLink:
                 socket.close()
                 shutil.rmtree(folder, ignore_errors=True)
         assert process.stdin is not None
-        payload = msgspec.msgpack.encode(config)
-        process.stdin.write(len(payload).to_bytes(8, "little") + payload)
-        with contextlib.suppress(ConnectionError):
-            await process.stdin.drain()
-        return cls(process, socket, folder)
+        link = cls(process, socket, folder)
+        try:
+            process.stdin.write(len(payload).to_bytes(8, "little") + payload)
+            with contextlib.suppress(ConnectionError):
+                await process.stdin.drain()
+        except BaseException:
+            await link._kill()
+            raise
+        return link
 
     def send(self, command: Command) -> None:
         # with a high-water mark of 0 the message is queued at once and the future is done
@@ -323,11 +333,21 @@ class ProcessLink:
                 self.send(Shutdown())
                 await asyncio.wait_for(self._process.wait(), _SHUTDOWN_S)
         except TimeoutError:
-            self._process.kill()
+            await self._kill()
+        finally:
+            self._remove()
+
+    async def _kill(self) -> None:
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
             await self._process.wait()
         finally:
-            self._socket.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove()
+
+    def _remove(self) -> None:
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _openmp_waiting(config: EngineConfig) -> dict[str, str]:

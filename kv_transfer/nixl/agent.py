@@ -333,7 +333,7 @@ def devices_named_by(devices: str) -> list[str]:
 
 def net_device_of(address: str) -> str:
     """The name of the network device that has this address; "all" where none has it."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # a label that is empty, or has more than 63 characters
         address = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:

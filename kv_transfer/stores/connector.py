@@ -31,7 +31,8 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     """Before a prompt is computed, look up its blocks in the store; in a list of connectors also those of a hand-over
     that the first one lacked."""
     save: bool = True
-    """Save what is computed here. Can be off only where `prefix_only` is on."""
+    """Save what is computed here. Off: nothing of the store is written or removed. Can be off only where `prefix_only`
+    is on."""
     prefix_only: bool = False
     """Hand nothing over, and keep full blocks for requests with the same prompt: set by the multi connector."""
 
@@ -74,7 +75,9 @@ class StoreConnector(TransferConnector):
         save_breaker, load_breaker = (
             CircuitBreaker(max_failures=options.breaker_failures, retry_s=options.breaker_retry_s) for _ in range(2)
         )
-        self._io = PageIO(self._store, memory, self._key, os.urandom(EPOCH_BYTES), save_breaker, load_breaker)
+        self._io = PageIO(
+            self._store, memory, self._key, os.urandom(EPOCH_BYTES), save_breaker, load_breaker, options.save
+        )
         if options.prefix_only:
             max_waiting = MAX_WAITING if options.save else 0
             self._producer = PrefixProducer(naming, self._leases, max_waiting=max_waiting)
@@ -85,8 +88,7 @@ class StoreConnector(TransferConnector):
         )
 
     def self_test(self) -> str | None:
-        io, naming, threads = self._io, self._naming, self._threads
-        return self_test_store(self.name, io, naming, threads, SELF_TEST_TIMEOUT_S, saves=self._options.save)
+        return self_test_store(self.name, self._io, self._naming, self._threads, SELF_TEST_TIMEOUT_S)
 
     def start_io(self) -> None:
         ops: list[LoadOp | SaveOp] = [*self._loader.take_ops(), *self._producer.take_ops()]

@@ -68,15 +68,15 @@ class SharedStorage:
 
     name = "shared_storage"
 
-    def __init__(self, path: str | Path, *, capacity_bytes: int, **limits: float) -> None:
-        """`limits` are the Sweeper's."""
+    def __init__(self, path: str | Path, *, capacity_bytes: int, saves: bool = True, **limits: float) -> None:
+        """`limits` are the Sweeper's, which sweeps where this store `saves`."""
         self.path = Path(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             remedy = f"; {NotWritable.remedy}" if error.errno in _NOT_WRITABLE else ""
             raise EngineError(f"{self.name} path {os.fspath(path)!r}: {error.strerror}{remedy}") from error
-        self.sweeper = Sweeper(self.path, capacity_bytes=capacity_bytes, **limits)
+        self.sweeper = Sweeper(self.path, capacity_bytes=capacity_bytes, is_on=saves, **limits)
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         try:
@@ -290,6 +290,7 @@ class Sweeper:
         path: Path,
         *,
         capacity_bytes: int,
+        is_on: bool = True,
         scan_interval_s: float = 60.0,
         temp_max_age_s: float = 3600.0,
         tail_max_age_s: float = 3600.0,
@@ -306,13 +307,14 @@ class Sweeper:
         self._has_warned = False
         self._due = threading.Event()
         self._stopping = threading.Event()
-        self._thread = start_thread(self._run, "kv-sweep")
+        self._thread = start_thread(self._run, "kv-sweep") if is_on else None
 
     def stop(self) -> None:
         """End the thread. Waits a second for a scan in progress, which ends with the process if it takes longer."""
         self._stopping.set()
         self._due.set()
-        self._thread.join(1.0)
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def note_written(self, num_bytes: int) -> None:
         """This instance has written `num_bytes`. From any thread."""
@@ -488,6 +490,7 @@ class SharedStorageConnector(StoreConnector):
         store = SharedStorage(
             parsed.path,
             capacity_bytes=parsed.capacity_bytes,
+            saves=parsed.save,
             scan_interval_s=parsed.scan_interval_s,
             temp_max_age_s=parsed.temp_max_age_s,
             tail_max_age_s=parsed.tail_max_age_s,

@@ -101,6 +101,8 @@ class PageIO:
     writer_epoch: bytes
     save_breaker: CircuitBreaker
     load_breaker: CircuitBreaker
+    saves: bool = True
+    """Off: the store is only read, and a damaged page is left to those that write."""
 
     def execute(self, op: SaveOp | LoadOp) -> OpResult:
         """Carry out one operation. Never raises."""
@@ -143,6 +145,8 @@ class PageIO:
 
     def delete(self, key: PageKey) -> bool:
         """Remove a page; whether it is gone. Retried while the store is busy, not while it accepts no writes."""
+        if not self.saves:
+            return False
         for pause_s in _DELETE_PAUSES_S:
             try:
                 self.store.delete(key)
@@ -167,6 +171,10 @@ class PageIO:
             self.delete(name.key)
             raise
         return page if found else None
+
+    def look_for(self, name: PageName) -> None:
+        """Read a page that the store need not have, into new memory. Raises what the store raises."""
+        self._read(name, bytearray(HEADER_BYTES), bytearray(name.spec.payload_bytes))
 
     def _save(self, op: SaveOp, *, is_trial: bool) -> int | None:
         """Returns the bytes written: 0 where the page is there already, None where the save was cancelled and its block
@@ -220,20 +228,20 @@ def _reason(error: Exception) -> str:
     return f"store_{type(error).__name__.lower()}"
 
 
-# Self-test: block ─▶ sealed ─▶ put ─▶ get_into ─▶ verified ─▶ deleted ─▶ equal?
+# Self-test: block ─▶ sealed ─▶ put ─▶ get_into ─▶ verified ─▶ deleted ─▶ equal?; of a store that is only read: get_into
 
 SELF_TEST_TIMEOUT_S = 5.0
 _SELF_TEST_BLOCK = 0
 
 
 def self_test_store(
-    connector_name: str, io: PageIO, naming: PageNaming, threads: IOThreads, timeout_s: float, *, saves: bool = True
+    connector_name: str, io: PageIO, naming: PageNaming, threads: IOThreads, timeout_s: float
 ) -> str | None:
     """Move one block to the store and back, while all blocks are free and zeros, as they are again afterwards.
 
     None: the store works. A sentence, logged: the store is unavailable, full or slow; the instance starts and computes
-    what it cannot load. An error is logged where it `saves` and may not write there. Raises EngineError where the block
-    comes back with other bytes or the connector has a fault.
+    what it cannot load. An error is logged where it saves and may not write there. Raises EngineError where the block
+    comes back with other bytes or the connector has a fault. A store that is only read is asked for a page alone.
     A store that answers after `timeout_s` never writes to a block: it reads into memory of its own.
     """
     content = os.urandom(naming.layout.bytes_per_block)
@@ -247,7 +255,9 @@ def self_test_store(
     finally:
         write_page(io.memory, _SELF_TEST_BLOCK, bytes(len(content)))
     if isinstance(outcome, Exception):
-        return _explain(connector_name, outcome, saves=saves)
+        return _explain(connector_name, outcome)
+    if not io.saves:
+        return None
     if outcome is None:
         return _unavailable(connector_name, "lost a page that it had just taken")
     if outcome != content:
@@ -258,18 +268,21 @@ def self_test_store(
 def _outcome(io: PageIO, name: PageName) -> bytearray | Exception | None:
     """On an I/O thread, whose jobs must not raise."""
     try:
-        return io.round_trip(name, _SELF_TEST_BLOCK)
+        if io.saves:
+            return io.round_trip(name, _SELF_TEST_BLOCK)
+        io.look_for(name)
     except Exception as error:
         return error
+    return None
 
 
-def _explain(connector_name: str, error: Exception, *, saves: bool) -> str:
+def _explain(connector_name: str, error: Exception) -> str:
     """An unavailable store is no reason not to start; any other error is. Raises EngineError."""
     if isinstance(error, PageError | BadValue) and not isinstance(error, UnreadableValue):
         raise self_test_error(connector_name, f"a block came back wrong ({error.reason})") from error
     if isinstance(error, StoreError):
         return _unavailable(connector_name, f"cannot be used now ({error.reason})", is_logged=error.is_logged)
-    if isinstance(error, NotWritable) and saves:
+    if isinstance(error, NotWritable):
         return _not_writable(connector_name, error)
     if isinstance(error, OSError):
         return _unavailable(connector_name, f"cannot be used now ({error.strerror or error})")

@@ -28,6 +28,18 @@ def settings(**sections: Any) -> InstanceSettings:
     )
 
 
+@pytest.mark.parametrize("address", ["prefill-0.ns.svc.cluster.local.:7000", "[fe80::1%eth0]:7000", "10.0.0.1:7000"])
+def test_an_address_that_instances_dial_may_be_advertised(address: str) -> None:
+    assert ListenSettings(advertise=address).advertise == address
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:0", "-prefill:7000", "prefill..:7000", "a b:7000"])
+def test_no_other_address_may_be_advertised(address: str) -> None:
+    """Or the instance starts, and every hand-over from it is refused."""
+    with pytest.raises(ValidationError, match=r"advertise\n.*must be a DNS name"):
+        ListenSettings(advertise=address)
+
+
 def test_every_setting_reaches_the_engine() -> None:
     config = engine_config(
         settings(

@@ -205,13 +205,20 @@ def test_a_transfer_id_that_could_be_a_path_is_refused(transfer_id: str) -> None
         prefill(instance_request(), transfer_id=transfer_id)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.7:7000", "prefill-0.prefill.ns.svc:50051", "[::1]:80", "localhost:1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("10.0.0.7:7000", "prefill-0.prefill.ns.svc:50051", "[::1]:80", "localhost:1"),
+        *("prefill-0.ns.svc.cluster.local.:7000", "[fe80::1%eth0]:80"),
+    ],
+)
 def test_a_host_and_port_may_be_dialled(address: str) -> None:
     assert convert.dial_address("a", address) == address
 
 
 OTHER_TARGETS = """unix:/run/x unix:///run/x:1 xds:///svc:1 dns:///host:80 host host:0 host:65536 host:x :80 -h:80
-    ::1:80 ipv4:10.0.0.1:80,10.0.0.2:80 user@host:80 http://host:80 host:80/path"""
+    ::1:80 ipv4:10.0.0.1:80,10.0.0.2:80 user@host:80 http://host:80 host:80/path
+    .:80 host..:80 [fe80::1%]:80 [fe80::1%e/0]:80 [fe80::1%é]:80 host%eth0:80"""
 
 
 @pytest.mark.parametrize("address", ["", "h\n:80", *OTHER_TARGETS.split()])

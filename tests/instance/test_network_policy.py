@@ -43,7 +43,7 @@ async def test_without_tls_an_address_outside_private_networks_is_refused_and_no
         error = await refusal(call)
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
         assert f"transfer.address: {address} is not in a private network" in str(error.details())
-        assert not rig.server.peers._by_address
+        assert not rig.server.peers._by_target
 
 
 async def test_a_name_is_dialled_where_it_stood_for_when_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -110,6 +111,40 @@ async def test_a_resolver_that_hangs_is_a_failure_in_the_time_of_a_connection(
         await until(lambda: reader.progress)
     failed = "transfer.address: prefill.svc cannot be resolved within 0.7 s"
     assert reader.progress == [KVProgress("r1", 0, failed=failed)]
+
+
+def _resolve_to(monkeypatch: pytest.MonkeyPatch, *ips: str) -> None:
+    """Every name has these addresses."""
+
+    async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+        families = [socket.AF_INET6 if ":" in ip else socket.AF_INET for ip in ips]
+        return [(family, socket.SOCK_STREAM, 6, "", (ip, 0)) for family, ip in zip(families, ips, strict=True)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize("others", [["::1"], ["127.0.0.2"], ["8.8.8.8"], ["2001:db8::1", "fe80::1%eth0", "::1"]])
+async def test_an_instance_is_reached_at_any_private_address_of_its_name(
+    prefill: Rig, reader: Reader, monkeypatch: pytest.MonkeyPatch, others: list[str]
+) -> None:
+    """It listens on IPv4 alone, and the system names another address first."""
+    monkeypatch.setattr("kv_transfer.transfer.client.CONNECT_S", 60.0)  # however long this process may stand still
+    _resolve_to(monkeypatch, *others, "127.0.0.1")
+    prefill.core.emit(TransferEvent("t1", 0))
+    address = f"prefill.example:{prefill.server.grpc_server.port}"
+    with reader.transfers.read_transfer(TransferSource("t1", address, prefill.server.instance_epoch), "r1") as client:
+        client.blocks_reserved(0)
+        await until(lambda: reader.progress)
+        assert reader.progress == [KVProgress("r1", 0)]
+
+
+async def test_a_name_without_a_private_address_is_refused(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    _resolve_to(monkeypatch, "169.254.169.254", "2001:db8::1")
+    with reader.transfers.read_transfer(TransferSource("t1", "prefill.example:7000", "e"), "r1") as client:
+        client.blocks_reserved(0)
+        await until(lambda: reader.progress)
+    refused = "169.254.169.254:7000, [2001:db8::1]:7000 is not in a private network, and TLS is off"
+    assert reader.progress == [KVProgress("r1", 0, failed=f"transfer.address: {refused}")]
 
 
 async def test_a_name_that_gets_no_thread_is_a_failure(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from engine.kv_connector import KVConnector, NullKVConnector, make_connector, se
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.secret import ensure_secret
-from kv_transfer.stores.files import SharedStorage
+from kv_transfer.stores.files import SharedStorage, Sweeper
 from tandem.demo import MODEL_DIR
 from tests.files_below import files_below
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, BrokenStore, Core, GatedStore
@@ -30,6 +30,7 @@ from tests.kv_transfer.stores.redis.redis_server import redis_server
 
 SHARED_STORAGE = "kv_transfer.stores.files:SharedStorageConnector"
 REDIS = "kv_transfer.stores.redis.connector:RedisConnector"
+LMCACHE = "kv_transfer.stores.lmcache.connector:LMCacheConnector"
 NIXL = "kv_transfer.nixl.connector:NixlConnector"
 
 
@@ -226,18 +227,11 @@ def test_an_instance_starts_over_a_folder_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
-@pytest.mark.parametrize(("saves", "level"), [(True, "ERROR"), (False, "WARNING")])
 def test_a_folder_that_this_user_may_not_write_to_is_an_error_of_the_log(
-    number: int,
-    saves: bool,
-    level: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It names the folder and what to do. The instance starts: what is there can be read, and all else computed."""
-    options = {} if saves else {"save": False, "prefix_only": True}
-    connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"), **options)
+    connector, _ = connect(tmp_path, SHARED_STORAGE, path=str(tmp_path / "pages"))
 
     def failing(*_: object) -> None:
         raise OSError(number, os.strerror(number), "v1")
@@ -246,11 +240,45 @@ def test_a_folder_that_this_user_may_not_write_to_is_an_error_of_the_log(
     sentence = self_test(connector)
     connector.shutdown()
     [record] = [record for record in caplog.records if record.name == "kv_transfer.stores.page_io"]
-    assert (record.levelname, record.getMessage()) == (level, sentence)
-    assert os.strerror(number) in record.getMessage()
-    if saves:
-        assert f"cannot write to {tmp_path / 'pages'} (" in record.getMessage()
-        assert "ReadWritePaths=" in record.getMessage()
+    assert (record.levelname, record.getMessage()) == ("ERROR", sentence)
+    assert f"cannot write to {tmp_path / 'pages'} ({os.strerror(number)})" in record.getMessage()
+    assert "ReadWritePaths=" in record.getMessage()
+
+
+@pytest.mark.parametrize("class_path", [SHARED_STORAGE, LMCACHE])
+def test_a_store_that_nothing_is_saved_to_is_only_read(
+    class_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder may be one that this user must not write to, with more pages than this instance's capacity."""
+    (tmp_path / "pages" / "v1" / "pages").mkdir(parents=True)
+    (left_over := tmp_path / "pages" / "v1" / "pages" / "a").write_bytes(bytes(1000))
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "v1")
+
+    monkeypatch.setattr(SharedStorage, "_write", failing)
+    monkeypatch.setattr(SharedStorage, "delete", failing)
+    monkeypatch.setattr(Sweeper, "sweep", failing)
+    options = {"path": str(tmp_path / "pages"), "save": False, "prefix_only": True, "capacity_bytes": 1}
+    connector, kv = connect(tmp_path, class_path, **options)
+    passes(connector, kv)
+    connector.shutdown()
+    assert left_over.exists()
+    assert not caplog.records
+
+
+def test_a_store_that_is_only_read_and_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(SharedStorage, "get_into", failing)
+    options = {"path": str(tmp_path / "pages"), "save": False, "prefix_only": True}
+    connector, _ = connect(tmp_path, SHARED_STORAGE, **options)
+    assert "cannot be used now (Input/output error)" in (self_test(connector) or "")
+    connector.shutdown()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_folder_that_this_user_may_not_make_ends_the_start_with_what_to_do(

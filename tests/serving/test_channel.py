@@ -15,7 +15,7 @@ import pytest
 
 from protos.tandem.v1 import generation_pb2 as pb
 from protos.tandem.v1.generation_pb2_grpc import GenerationServiceStub
-from serving.channel import ChannelSettings, is_ip, is_private, listens_privately, open_channel, resolve
+from serving.channel import ChannelSettings, ip_target, is_ip, is_private, listens_privately, open_channel, resolve
 from tests.grpc_calls import next_message
 from tests.serving.conftest import Rigs
 from tests.tcp import proxy
@@ -103,6 +103,11 @@ async def test_a_name_is_as_private_as_what_it_stands_for() -> None:
         listens_privately("no-such-host.invalid")
     with pytest.raises(OSError, match=r"^no-such-host\.invalid cannot be resolved: \w"):
         await resolve("no-such-host.invalid")
+
+
+def test_a_target_of_both_families_is_one_of_ipv6() -> None:
+    assert ip_target(["10.0.0.1", "10.0.0.2"], 7) == "ipv4:10.0.0.1:7,10.0.0.2:7"
+    assert ip_target(["fd00::1", "10.0.0.1"], 7) == "ipv6:[fd00::1]:7,[::ffff:10.0.0.1]:7"
 
 
 @pytest.mark.parametrize("host", ["prefill..svc", f"{'x' * 64}.svc"])

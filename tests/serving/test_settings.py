@@ -70,6 +70,33 @@ def test_the_environment_takes_lists_as_json(monkeypatch: pytest.MonkeyPatch) ->
         load(Example)
 
 
+def test_a_path_that_is_set_to_nothing_is_an_error(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the working directory."""
+    config.write_text('pool: {folder: ""}\n')
+    with pytest.raises(
+        SettingsError, match=r"pool\.folder = '' \(from .*tandem\.yaml\): .*must be a path, or left out"
+    ):
+        load(Example, config=config)
+    monkeypatch.setenv("TANDEM_POOL__FOLDER", "")
+    with pytest.raises(SettingsError, match=r"pool\.folder = '' \(from TANDEM_POOL__FOLDER\): .*must be a path"):
+        load(Example)
+    given: list[Path | None] = []
+    command = settings_options(Example)(lambda settings: given.append(settings.pool.folder))
+    result = CliRunner().invoke(command, ["--pool-folder", ""])
+    assert "pool.folder = '' (from flags): Value error, must be a path" in result.output
+    monkeypatch.delenv("TANDEM_POOL__FOLDER")
+    assert CliRunner().invoke(command, ["--pool-folder", "."]).exit_code == 0
+    assert given == [Path(".")]
+
+
+def test_an_integer_that_no_message_has_is_an_error() -> None:
+    assert load(Example, flags={("pool", "size"): 2**63 - 1}).pool.size == 2**63 - 1
+    with pytest.raises(
+        SettingsError, match=r"pool\.size = 9223372036854775808 \(from flags\): .*at most 92233720368547"
+    ):
+        load(Example, flags={("pool", "size"): 2**63})
+
+
 def test_settings_are_frozen() -> None:
     settings = load(Example)
     with pytest.raises(ValidationError):

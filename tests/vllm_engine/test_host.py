@@ -327,6 +327,29 @@ async def test_events_of_an_earlier_request_are_not_sent_as_those_of_the_next(ma
     ]
 
 
+async def test_a_step_without_outputs_is_a_step(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a request whose prompt takes sixty steps makes one of their sum, and a hung vLLM is noticed late."""
+    load = importlib.import_module("vllm_engine.load")
+    kv = importlib.import_module("vllm_engine.kv_messages").KVLoad()
+    now_s = 0.0
+    monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: now_s))
+    meter = load.LoadMeter()
+    meter.num_blocks = 100
+    outputs = SimpleNamespace(
+        prompt_token_stats=SimpleNamespace(computed=0), num_generation_tokens=1, num_preempted_reqs=0
+    )
+    for step in (outputs, *60 * [None], outputs):
+        now_s += 0.05
+        meter.record(None, step)
+    assert meter.load(load.RequestCounts(), kv).step_s == pytest.approx(0.05)
+    meter.idle()
+    for _ in range(2):  # a hand-over is still read, and the next request comes an hour later
+        now_s += 1800.0
+        meter.record(None, None)
+    meter.record(None, outputs)
+    assert meter.load(load.RequestCounts(), kv).step_s < 0.06
+
+
 async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None:
     sent: list[Any] = []
     moved, steps, reports = TransferEvent("t1", 1), asyncio.Queue[None](), asyncio.Queue[Any]()

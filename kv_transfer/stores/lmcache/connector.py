@@ -114,6 +114,7 @@ def make_store(options: LMCacheOptions) -> BlockStore:
     return LMCacheDisk(
         options.path,
         capacity_bytes=options.capacity_bytes or 16 << 30,
+        saves=options.save,
         scan_interval_s=options.scan_interval_s,
         tail_max_age_s=options.tail_max_age_s,
     )

@@ -61,6 +61,7 @@ _SALT = re.compile("[0-9a-f]{64}")
 _HASH_BYTES = 32
 _MAX_HEAD_BYTES = 1024
 _URL = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_IP = re.compile(r"\[.*\]|[0-9.]+")
 _GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _CLOSE_S = 2.0
 
@@ -111,6 +112,8 @@ class LMCacheServer:
         if matched is None or not 0 < int(matched[2]) < 65536:
             raise EngineError(f"lmcache url {shown(options.url)}: tcp://host:port of an `lmcache server` is expected")
         self._options = options
+        self._is_ip = _IP.fullmatch(matched[1]) is not None
+        self._prefers_ipv6 = True
         self._context = zmq.Context(io_threads=1)
         self._idle: queue.LifoQueue[_Link] = queue.LifoQueue()
         self._outages = OutageLog(f"lmcache server at {options.url}")
@@ -182,16 +185,32 @@ class LMCacheServer:
             try:
                 link = self._idle.get_nowait()
             except queue.Empty:
-                return _Link(self._context, self._options.url, time.monotonic() + self._options.connect_timeout_s)
+                return self._connect()
             if link.is_good:
                 return link
             link.close()
+
+    def _connect(self) -> _Link:
+        """Of a name ZMQ dials one address: with IPv6 the first of that family if it has any. Where the server does not
+        accept there, the other family is tried, and is the first one of the next connection."""
+        deadline = time.monotonic() + self._options.connect_timeout_s
+        try:
+            return _Link(self._context, self._options.url, deadline, ipv6=self._prefers_ipv6)
+        except StoreError as error:
+            if self._is_ip:
+                raise
+            self._prefers_ipv6 = not self._prefers_ipv6
+            if error.reason != "refused":
+                raise
+            with contextlib.suppress(StoreError):
+                return _Link(self._context, self._options.url, deadline, ipv6=self._prefers_ipv6)
+            raise
 
 
 class _Link:
     """One connection; one thread at a time."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, deadline: float) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, deadline: float, *, ipv6: bool) -> None:
         self._number = 0
         self._socket = context.socket(zmq.DEALER)
         self._monitor = None
@@ -200,7 +219,7 @@ class _Link:
             self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a server that is not there
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_VALUE_BYTES + 4096)
-            self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.setsockopt(zmq.IPV6, int(ipv6))
             self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
             self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)

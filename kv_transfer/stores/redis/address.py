@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.errors import EngineError, shown
+from engine.errors import EngineError
 from kv_transfer.stores.base import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES, StoreError
 
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 _EXPECTED = "redis://host:port/db or rediss://host:port/db, or redis+sentinel://host:port,host:port/service/db"
+_LOGIN = f"`username`, and `password_file` or the variable {PASSWORD_VARIABLE}"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 _MAX_PASSWORD_BYTES = 4096
 _KEEPALIVE = {
@@ -30,6 +31,10 @@ _KEEPALIVE = {
     "TCP_KEEPCNT": KEEPALIVE_PROBES,
 }
 _FIRST_LOGIN_WAIT_S, _LONGEST_LOGIN_WAIT_S = 2.0, 60.0
+
+
+def _wrong(problem: str) -> EngineError:
+    return EngineError(f"redis url: {problem}; {_EXPECTED} is expected")
 
 
 class ConnectionFailed(StoreError):
@@ -49,29 +54,29 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """Raises EngineError, which does not repeat a password."""
+        """Raises EngineError, which names the wrong part and repeats none: each may be a password."""
         try:
             parts = urlsplit(url)
             hosts = [urlsplit(f"//{host}") for host in parts.netloc.split(",")]
-            secret = any(host.username or host.password for host in hosts)
             pairs = tuple((host.hostname or "", host.port) for host in hosts)
-        except ValueError as error:
-            raise EngineError(f"redis url: not a URL; {_EXPECTED} is expected") from error
-        if secret:
-            raise EngineError(
-                "redis url: no login in it, others can see it; use `username`, and `password_file` or the variable"
-                f" {PASSWORD_VARIABLE}"
-            )
+        except ValueError:
+            raise _wrong("it is not a URL") from None
+        if "@" in url:
+            raise EngineError(f"redis url: no login in it, others can see it; use {_LOGIN}")
+        if parts.query or parts.fragment:
+            raise EngineError(f"redis url: what follows ? or # is not supported; for a login use {_LOGIN}")
         scheme, _, discovery = parts.scheme.partition("+")
+        if scheme not in ("redis", "rediss") or discovery not in ("", "sentinel"):
+            raise _wrong("its scheme is another one, or missing")
         is_sentinel, path = discovery == "sentinel", [part for part in parts.path.split("/") if part]
         service = path.pop(0) if is_sentinel and path else ""
-        is_complete = all(host for host, _ in pairs) and (bool(service) if is_sentinel else len(pairs) == 1)
-        is_known = scheme in ("redis", "rediss") and discovery in ("", "sentinel")
-        if not (is_known and is_complete) or parts.query or parts.fragment:
-            raise EngineError(f"redis url {shown(url)}: {_EXPECTED} is expected")
+        if not all(host and port != 0 for host, port in pairs):
+            raise _wrong("a host is missing, or a port is 0")
+        if not (service if is_sentinel else len(pairs) == 1):
+            raise _wrong("the service is missing" if is_sentinel else "it has several hosts")
         db = "/".join(path) or "0"
         if not re.fullmatch("[0-9]{1,5}", db):
-            raise EngineError(f"redis url {shown(url)}: the database is a number")
+            raise EngineError("redis url: what follows the / is not supported, the database is a number")
         default_port = _SENTINEL_PORT if is_sentinel else _REDIS_PORT
         return cls(tuple((host, port or default_port) for host, port in pairs), int(db), scheme == "rediss", service)
 

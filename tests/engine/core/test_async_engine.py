@@ -363,6 +363,34 @@ async def test_a_core_that_does_not_introduce_itself_is_ended(tmp_path: Path) ->
 
 
 @on_module_loop
+async def test_a_number_that_no_message_has_is_an_error_that_leaves_nothing(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    connector = KVConnectorConfig(class_path="m:C", options={"capacity_bytes": 10**20})
+    with pytest.raises(EngineError, match="an integer of more than 64 bits"):
+        await AsyncEngine.start(EngineConfig(model="m", kv_connector=connector))
+    assert not list(short_folder.iterdir())
+
+
+@on_module_loop
+async def test_a_start_that_is_cancelled_before_the_core_has_its_settings_leaves_nothing(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core reads none, and its pipe is full."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    (script := short_folder / "python").write_text(f"#!/bin/sh\necho $$ > {short_folder}/pid\nexec sleep 1000\n")
+    script.chmod(0o755)
+    starting = asyncio.ensure_future(AsyncEngine.start(EngineConfig(model="m" * (1 << 20), python=str(script))))
+    await until(lambda: (short_folder / "pid").exists() and (short_folder / "pid").read_text())
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not psutil.pid_exists(int((short_folder / "pid").read_text()))
+    assert not list(short_folder.glob("tandem-core-*"))
+
+
+@on_module_loop
 async def test_a_machine_without_room_for_a_process_is_no_error_of_the_settings(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,16 @@ import pytest
 import torch
 
 import kv_transfer.nixl.agent
-from kv_transfer.nixl.agent import NixlAgent, UcxLog, UcxProcess, UcxSettings, cut_connections, default_keepalive_s, ucx
+from kv_transfer.nixl.agent import (
+    NixlAgent,
+    UcxLog,
+    UcxProcess,
+    UcxSettings,
+    cut_connections,
+    default_keepalive_s,
+    net_device_of,
+    ucx,
+)
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import KEEPALIVE_IDLE_S
@@ -196,3 +205,8 @@ def test_warnings_of_ucx_are_passed_on_while_agents_live(
     assert caplog.messages == ["UCX: the port is down"]
     connector.shutdown()
     log.unlink()
+
+
+@pytest.mark.parametrize("host", ["prefill..svc", f"{'x' * 64}.svc"])
+def test_what_no_name_may_be_has_no_device(host: str) -> None:
+    assert net_device_of(host) == "all"

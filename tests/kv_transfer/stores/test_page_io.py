@@ -3,6 +3,7 @@ copied is not stored."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from kv_transfer.page.memory import PageMemory, make_page_memory
 from kv_transfer.stores.base import StoreError, UnreadableValue
 from kv_transfer.stores.page_io import STORE_DOWN, CircuitBreaker, PageIO
 from kv_transfer.transfer.connector import SKIPPED
-from kv_transfer.transfer.loader import Load, LoadOp
+from kv_transfer.transfer.loader import DAMAGED, Load, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, make_request
 from tests.kv_transfer.memory_store import MemoryStore
@@ -138,6 +139,18 @@ class _StoreUser:
             num_local_blocks=0, pages=self.pages, block_ids=(1,), is_lookup=True, num_started=0,
         )  # fmt: skip
         return self.io.execute(LoadOp(number, 1, owner)).failure
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_damaged_page_goes_where_this_instance_writes(saves: bool) -> None:
+    store = MemoryStore()
+    user = _StoreUser(store, retry_s=60.0)
+    assert user.save(0) is None
+    [key] = store.values
+    store.values[key] = bytes(len(store.values[key]))
+    user.io = dataclasses.replace(user.io, saves=saves)
+    assert (user.load(0) or "").startswith(DAMAGED)
+    assert (key in store.values) is not saves
 
 
 def test_a_full_store_is_read_and_not_written() -> None:

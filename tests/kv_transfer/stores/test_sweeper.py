@@ -25,7 +25,7 @@ from tests.kv_transfer.stores.test_files import path_of
 VALUE_BYTES = len(HEADER) + len(PAGE)
 
 
-def open_store(path: Path, *, num_values: int = 1000, **settings: float) -> SharedStorage:
+def open_store(path: Path, *, num_values: int = 1000, **settings: Any) -> SharedStorage:
     return SharedStorage(path, capacity_bytes=num_values * VALUE_BYTES, **settings)
 
 
@@ -49,6 +49,7 @@ def open_scanned(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -
 def silent(store: SharedStorage) -> SharedStorage:
     """Without its thread, which would scan too."""
     store.close()
+    assert store.sweeper._thread is not None
     store.sweeper._thread.join()
     return store
 

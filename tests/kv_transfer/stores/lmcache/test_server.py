@@ -272,6 +272,50 @@ def test_idle_links_are_probed_before_a_nat_forgets_them() -> None:
         store.close()
 
 
+class _Links:
+    """Connections to a server that listens on IPv4 alone, by a name that has an IPv6 address as well."""
+
+    def __init__(self, reason: str) -> None:
+        self.tried: list[bool] = []
+        self._reason = reason
+
+    def make(self, *_: object, ipv6: bool) -> object:
+        self.tried.append(ipv6)
+        if ipv6:
+            raise StoreError(self._reason)
+        return object()
+
+
+def _store_of(links: _Links, host: str, monkeypatch: pytest.MonkeyPatch) -> LMCacheServer:
+    monkeypatch.setattr("kv_transfer.stores.lmcache.server._Link", links.make)
+    return LMCacheServer(LMCacheOptions(url=f"tcp://{host}:5555", digest=False))
+
+
+@pytest.mark.parametrize(("reason", "num_failures"), [("refused", 0), ("connect_timeout", 1)])
+def test_a_name_of_both_families_is_dialled_by_the_one_that_accepts(
+    monkeypatch: pytest.MonkeyPatch, reason: str, num_failures: int
+) -> None:
+    links = _Links(reason)
+    store = _store_of(links, "lmcache.svc", monkeypatch)
+    for _ in range(num_failures):
+        with pytest.raises(StoreError, match=reason):
+            store._link()
+    for _ in range(2):
+        store._link()
+    assert links.tried == [True, False, False]
+    store.close()
+
+
+@pytest.mark.parametrize("host", ["[::1]", "10.0.0.1"])
+def test_an_address_is_dialled_once(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    links = _Links("refused")
+    store = _store_of(links, host, monkeypatch)
+    with pytest.raises(StoreError, match="refused"):
+        store._link()
+    assert links.tried == [True]
+    store.close()
+
+
 def test_missing_server_and_silent_server_are_errors_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
