@@ -344,7 +344,7 @@ async def test_a_paused_stream_goes_on_where_a_slot_is_free(run: Run) -> None:
         await until_all_stream(rig, 1)
         other = ask(rig, "greedy", MORE, max_tokens=1000)
         await until_all_stream(rig, 2)
-        modest = asyncio.create_task(read(ask(rig, "modest", max_tokens=300)))
+        modest = asyncio.create_task(read(ask(rig, "modest", max_tokens=1000)))
         await until_all_stream(rig, 3)
         other.cancel()
         assert (await paused).is_exactly(NUM_TOKENS)
