@@ -18,7 +18,7 @@ def shown(value: object) -> str:
 
 def suggestion(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """How the message about an unknown `name` ends: with the most similar of `known`, else with `otherwise`."""
-    similar = difflib.get_close_matches(name[:_MAX_SHOWN], known, n=1, cutoff=0.5)
+    similar = difflib.get_close_matches(name[:_MAX_SHOWN], known, n=1)
     hint = f"did you mean {similar[0]}?" if similar else otherwise
     return f"; {hint}" if hint else ""
 
