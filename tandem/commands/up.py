@@ -279,10 +279,10 @@ def _check_sizes(settings: StackSettings, config: DecoderConfig) -> None:
     given = f"--kv-memory {num_bytes / _GIB:.6g}"
     if settings.device == "cpu" and num_bytes * num_instances > free:
         most = math.floor(free / num_instances / _GIB * 1000) / 1000
+        advice = f"at most --kv-memory {most:.12g}" if most else "start fewer instances"
         raise click.ClickException(
             f"{given}: {num_instances} instances need {num_bytes * num_instances / _GIB:.1f} GiB for their KV, and "
-            f"{free / _GIB:.1f} "
-            + (f"GiB are free; at most --kv-memory {most:.12g}" if most else "GiB are free; start fewer instances")
+            f"{free / _GIB:.1f} GiB are free; {advice}"
         )
     token_bytes = config.kv_layout(dtype=settings.dtype or "auto", block_size=1).bytes_per_block  # type: ignore[arg-type]
     num_tokens, needed = num_bytes // token_bytes, length or _MIN_KV_TOKENS
