@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protos.tandem.v1 import instance_pb2
-from tandem.commands.options import credential_options, given_credentials, option_group
+from tandem.commands.options import credential_options, given_credentials, option_group, unusable
 
 if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
@@ -91,6 +91,6 @@ def admin_calls() -> Iterator[Callable[..., Any]]:
             except grpc.RpcError as error:
                 raise explain(error, address, credentials) from error
     except ValueError as error:  # an unusable file of the credentials
-        raise click.ClickException(str(error)) from None
+        raise unusable(error) from None
     except TandemError as error:
         raise click.ClickException(admin_problem(error, address)) from None

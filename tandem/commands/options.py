@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
+from engine.errors import shown
 from tandem.connectors import Options
 
 if TYPE_CHECKING:
@@ -153,6 +154,12 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
+def unusable(error: ValueError) -> click.ClickException:
+    """For a value that cannot be sent: one that is not UTF-8 is named."""
+    problem = f"{shown(error.object)} is not UTF-8: {error}" if isinstance(error, UnicodeEncodeError) else str(error)
+    return click.ClickException(problem)
+
+
 def standard_input() -> TextIO:
     """Raises ClickException where it is closed."""
     if sys.stdin is None:
@@ -284,7 +291,7 @@ def calling_client(address: str | None, timeout_s: float) -> Iterator[Client]:
         with Client(address, timeout_s=timeout_s, credentials=given_credentials(address)) as client:
             yield client
     except ValueError as error:  # an invalid address, an unusable file of the credentials
-        raise click.ClickException(str(error)) from None
+        raise unusable(error) from None
     except TandemError as error:
         is_late = error.status == "DEADLINE_EXCEEDED"
         hint = f" (--timeout {timeout_s:g}: seconds for the whole request)" if is_late else ""
