@@ -140,7 +140,7 @@ def state_file(stack: RunningStack) -> Path:
 
 
 def announce(stack: RunningStack) -> Path:
-    """Writes the state file of `stack` atomically, with mode 0600; returns its path."""
+    """Writes the state file of `stack` atomically, with mode 0600; returns its path. Raises OSError, which names it."""
     made_state_dir()
     path = state_file(stack)
     unfinished = path.with_suffix(".tmp")
@@ -148,9 +148,9 @@ def announce(stack: RunningStack) -> Path:
         unfinished.touch(mode=0o600)
         unfinished.write_text(json.dumps(asdict(stack)))
         return unfinished.rename(path)
-    except OSError:
+    except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # a failed write names no file
 
 
 def running_stacks() -> list[RunningStack]:
