@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from instance import decoding
-from instance.config import EngineSection, InstanceSettings
 from instance.server import Role
+from instance.settings import EngineSection, InstanceSettings
 from protos.tandem.v1 import instance_pb2
 from serving.settings import setting
 

@@ -27,7 +27,7 @@ _LEAST = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
 }
-"""Of fields of EngineConfig, as in an instance's settings (instance/config.py)."""
+"""Of fields of EngineConfig, as in an instance's settings (instance/settings.py)."""
 
 
 class KVConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from decode_service.service import DecodeSettings
 from prefill_service.service import PrefillSettings
-from router.config import RouterSettings
+from router.settings import RouterSettings
 from serving.settings import Settings
 from serving.yaml_file import UniqueKeys
 

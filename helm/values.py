@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from instance.config import InstanceSettings
-from router.config import RouterSettings
+from instance.settings import InstanceSettings
+from router.settings import RouterSettings
 from serving.histogram import LATENCY_BUCKETS_S
 from serving.settings import Settings
 from vllm_engine.supported import OWN_SETTINGS, REFUSED, WITHOUT_EFFECT, WORKER_COUNTS

@@ -24,12 +24,12 @@ from engine.generation_config import GenerationDefaults
 from engine.sampling.constraints import CONSTRAINTS, has_xgrammar
 from engine.text.tokenizer import Tokenizer, missing_tokenizer, supports_constraints
 from instance import decoding
-from instance.config import InstanceSettings, ModelSection, engine_config
 from instance.convert import Limits, checked_seconds, common_fields
 from instance.drain import DrainController
 from instance.load import LoadReporter
 from instance.metrics import InstanceCollector, RequestMetrics
 from instance.requests import ActiveChoices
+from instance.settings import InstanceSettings, ModelSection, engine_config
 from instance.transfers import PeerChannels, TransferClients
 from kv_transfer.transfer import server as transfer_server
 from kv_transfer.transfer.client import identity_to_proto

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator
 
 from engine import failpoints
 from engine.core.messages import LeaseCommand
-from instance.config import EngineSection, InstanceSettings
 from instance.convert import Choice, prefill_choice
 from instance.server import InstanceContext, Role
+from instance.settings import EngineSection, InstanceSettings
 from protos.tandem.v1 import common_pb2, instance_pb2, prefill_pb2
 from serving import tracing
 from serving.interceptor import Context

@@ -20,8 +20,8 @@ from typing import Any, TextIO
 from engine.errors import EngineError, may_pass
 from engine.text.tokenizer import missing_tokenizer
 from router.app import RouterApp
-from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
+from router.settings import RouterSection, RouterSettings
 from router.workers import Workers, WorkersFailed
 from serving import logging as structured_logging
 from serving.lifecycle import (

@@ -36,7 +36,6 @@ from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import Observer
 from router.autoscaler.resizer import Actuator, Resizer, StackLink
 from router.autoscaler.router_signals import Peers, RecentLatencies
-from router.config import RouterSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.instance_call import TransferReleases
 from router.metrics import RouterCollector, RouterMetrics
@@ -51,6 +50,7 @@ from router.request.caller import Callers
 from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
 from router.resilience.safeguards import Safeguards
+from router.settings import RouterSettings
 from serving.limits import CONTROL, PICK
 from serving.metrics import MetricsServer
 from serving.server import Server

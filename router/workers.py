@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from engine.imports import child_environment
-from router.config import RouterSettings
+from router.settings import RouterSettings
 from serving.lifecycle import EXIT_FAILED, EXIT_STOPPED, ParentBond
 from serving.metrics import MetricsServer
 from serving.server import ServerSettings

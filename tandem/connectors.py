@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONNECTORS = ("shared_storage", "redis", "nixl", "lmcache")
-"""The short names in instance/config.py that a stack of several instances can use."""
+"""The short names in instance/settings.py that a stack of several instances can use."""
 Options = dict[str, str | int | float | bool]
 _WITH_URL, _WITH_FOLDER = ("redis", "lmcache"), ("shared_storage", "lmcache")
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -20,10 +20,10 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 
 from decode_service.service import DecodeSettings
 from engine.config import KVConnectorConfig
-from instance.config import InstanceSettings, engine_config
+from instance.settings import InstanceSettings, engine_config
 from kv_transfer.secret import ensure_secret
 from prefill_service.service import PrefillSettings
-from router.config import RouterSettings
+from router.settings import RouterSettings
 from serving.server import ServerSettings
 from serving.settings import Settings, load
 

@@ -14,7 +14,7 @@ import yaml
 
 from decode_service.service import DecodeSettings
 from prefill_service.service import PrefillSettings
-from router.config import RouterSettings
+from router.settings import RouterSettings
 from serving.lifecycle import EXIT_CANNOT_START, EXIT_CUT_OFF
 from serving.settings import Settings, SettingsError, leaves, load
 

@@ -250,7 +250,7 @@ def _check_api_key(value: str | None) -> str | None:
 def _check_connector(value: str) -> str:
     if value in CONNECTORS:
         return value
-    from instance.config import check_names  # late: it takes half a second
+    from instance.settings import check_names  # late: it takes half a second
 
     try:
         for name in value.split(","):

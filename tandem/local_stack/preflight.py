@@ -30,7 +30,7 @@ from tandem.connectors import CONNECTORS
 from tandem.local_stack.settings import StackSettings
 
 if TYPE_CHECKING:
-    from instance.config import InstanceSettings
+    from instance.settings import InstanceSettings
 
 IN_DOCKER = "with Docker, in a checkout: docker build -t tandem:0.1.0 . && docker compose up --wait (docs/compose.md)"
 _SYSTEM_NAMES = {"Darwin": "macOS"}
@@ -115,7 +115,7 @@ def bind_once(host: str, port: int) -> None:
 
 def instance_settings(flags: Sequence[str]) -> InstanceSettings:
     """What they set, over the environment. Raises ValueError for flags or variables with which no instance starts."""
-    from instance.config import InstanceSettings
+    from instance.settings import InstanceSettings
     from serving.settings import settings_options
 
     read: list[InstanceSettings] = []

@@ -19,12 +19,12 @@ import yaml
 
 from helm.rendering import Manifest
 from router.autoscaler.resizer import ActuatorError
-from router.config import RouterSettings
 from router.kubernetes.actuator import Election, KubernetesActuator
 from router.kubernetes.cluster import Cluster
 from router.kubernetes.discovery import EndpointSliceDiscovery
 from router.pools.discovery import Target, parse_targets
 from router.pools.instance_info import Role
+from router.settings import RouterSettings
 from tests.chart.fake_kube.cluster import FakeKube
 from tests.chart.fake_kube.verbs import mark_deleted
 from tests.chart.rendered import NAMESPACE, deployment, manifests, of_kind, released, settings_of_pods

@@ -11,7 +11,7 @@ from helm_python import HelmError
 
 from engine.text.tokenizer import Tokenizer
 from helm.rendering import SETTINGS_ANNOTATION, TREES, Manifest, check_settings, render
-from instance.config import InstanceSettings, engine_config
+from instance.settings import InstanceSettings, engine_config
 from kv_transfer.nixl.connector import NixlOptions
 from kv_transfer.stores.files import SharedStorageOptions
 from kv_transfer.stores.lmcache.connector import LMCacheOptions

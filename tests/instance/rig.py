@@ -11,8 +11,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from instance.config import InstanceSettings, ListenSettings, ModelSection, TransferSection
 from instance.server import InstanceServer, Role
+from instance.settings import InstanceSettings, ListenSettings, ModelSection, TransferSection
 from protos.tandem.v1 import (
     common_pb2,
     decode_pb2,

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import decode_service.service
 import prefill_service.service
 from engine.core.messages import AbortRequests, TokensEvent, TransferEvent
-from instance.config import InstanceSection
 from instance.decoding import SERVICE as DECODE_SERVICE
 from instance.server import serve
+from instance.settings import InstanceSection
 from protos.tandem.v1 import decode_pb2, instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import EXIT_CUT_OFF, EXIT_STOPPED
 from tests.grpc_calls import next_message

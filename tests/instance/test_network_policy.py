@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from decode_service.service import ROLE as DECODE
-from instance.config import InstanceSettings, ListenSettings, ModelSection
+from instance.settings import InstanceSettings, ListenSettings, ModelSection
 from instance.transfers import PeerChannels
 from prefill_service.service import ROLE as PREFILL
 from protos.tandem.v1 import decode_pb2, instance_pb2, instance_pb2_grpc

@@ -21,8 +21,8 @@ from engine.core.async_engine import AsyncEngine
 from engine.core.messages import AbortRequests, LeaseCommand, TokensEvent, TransferEvent
 from engine.errors import EngineError
 from instance import decoding
-from instance.config import EngineSection, InstanceSection
 from instance.server import InstanceServer, _run, run_instance, serve
+from instance.settings import EngineSection, InstanceSection
 from protos.tandem.v1 import instance_pb2, kv_transfer_pb2, prefill_pb2
 from serving.lifecycle import (
     EXIT_CANNOT_START,

@@ -15,8 +15,8 @@ import grpc.aio
 
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
-from router.config import RouterSettings
 from router.request.validation import ServedModel
+from router.settings import RouterSettings
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of

@@ -13,8 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.app import RouterApp
-from router.config import RouterSettings
 from router.request.validation import ServedModel
+from router.settings import RouterSettings
 from serving.settings import MAX_TIME_S, SettingsError, load
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run

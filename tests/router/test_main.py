@@ -15,8 +15,8 @@ import pytest
 from engine.errors import may_pass
 from protos.tandem.v1 import generation_pb2_grpc
 from router.__main__ import _model, _run
-from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
+from router.settings import RouterSection, RouterSettings
 from serving.lifecycle import EXIT_CANNOT_START, EXIT_FAILED
 from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance

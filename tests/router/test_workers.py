@@ -22,7 +22,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from protos.tandem.v1 import generation_pb2_grpc, pools_pb2, pools_pb2_grpc
-from router.config import RouterSettings
+from router.settings import RouterSettings
 from router.workers import Ports, Worker, Workers, _scraped, worker_settings
 from serving.lifecycle import EXIT_STOPPED, ParentBond
 from serving.settings import SettingsError

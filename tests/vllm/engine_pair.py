@@ -26,7 +26,7 @@ from engine.core.messages import (
     TransferEvent,
 )
 from engine.sampling.params import SamplingParams
-from instance.config import CONNECTORS
+from instance.settings import CONNECTORS
 from kv_transfer.secret import ensure_secret
 from kv_transfer.transfer.connector import progress_of
 from tests.waiting import until

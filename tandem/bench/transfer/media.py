@@ -30,7 +30,7 @@ from engine.core.messages import TransferEvent
 from engine.errors import EngineError
 from engine.imports import child_environment
 from engine.machine import file_system
-from instance.config import CONNECTORS
+from instance.settings import CONNECTORS
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, load_bindings
 from kv_transfer.nixl.transfers import TransferMetadata
 from kv_transfer.page.format import HEADER_BYTES, PageKey

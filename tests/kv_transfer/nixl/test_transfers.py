@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from instance.config import ListenSettings, TransferSection, connector_config
+from instance.settings import ListenSettings, TransferSection, connector_config
 from kv_transfer.nixl.agent import NetDevices, NixlAgent, UcxSettings, net_device_of, with_needed
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.transfers import LeaseTags, MetadataError, TransferMetadata, decode, encode, page_digest

@@ -18,8 +18,8 @@ from protos.envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
 from router.api.endpoint_picker import HEADER, SUBSET, EndpointPickerSettings, RouterEndpoint, conversation, in_order
 from router.app import RouterApp
-from router.config import RouterSection, RouterSettings
 from router.request.validation import ServedModel
+from router.settings import RouterSection, RouterSettings
 from serving.channel import open_channel
 from tandem.local_stack.topology import free_ports
 from tests.channels import PATIENT

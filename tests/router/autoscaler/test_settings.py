@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.config import RouterSettings
+from router.settings import RouterSettings
 from serving.settings import SettingsError, leaves, load
 
 ROUTER = ("router", "model")

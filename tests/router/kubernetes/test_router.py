@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from router.autoscaler.resizer import Resizer
-from router.config import RouterSettings
 from router.kubernetes.settings import KubernetesSettings
+from router.settings import RouterSettings
 from serving.settings import SettingsError
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from router.config import RouterSettings
 from router.picking.scorers import (
     RequestFacts,
     Scoring,
@@ -20,6 +19,7 @@ from router.picking.scorers import (
 )
 from router.picking.settings import PickingSettings
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
+from router.settings import RouterSettings
 from serving.settings import SettingsError, load
 
 NOTHING = RequestFacts()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from router.config import RouterSettings
 from router.pools.discovery import (
     CombinedDiscovery,
     DnsDiscovery,
@@ -22,6 +21,7 @@ from router.pools.discovery import (
     resolve,
 )
 from router.pools.settings import PoolSettings
+from router.settings import RouterSettings
 from serving.settings import SettingsError, load
 from tests.waiting import until
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from router.config import RouterSection, RouterSettings
+from router.settings import RouterSection, RouterSettings
 from serving.settings import settings_options
 from tandem.cli import main
 from tandem.local_stack.settings import MAX_ROUTER_WORKERS, Bounds, StackSettings, autoscaled, parse_bounds

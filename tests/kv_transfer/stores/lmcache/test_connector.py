@@ -16,7 +16,7 @@ import pytest
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from instance.config import TransferSection, connector_config
+from instance.settings import TransferSection, connector_config
 from kv_transfer.page.format import Buffer, PageKey
 from kv_transfer.stores.lmcache.connector import LMCacheConnector, LMCacheDisk, LMCacheOptions, make_store
 from kv_transfer.stores.lmcache.server import LMCacheServer, ObjectName

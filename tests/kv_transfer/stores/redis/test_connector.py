@@ -17,7 +17,7 @@ import pytest
 from engine.config import KVConnectorConfig
 from engine.errors import EngineError
 from engine.kv_connector import make_connector
-from instance.config import TransferSection, connector_config
+from instance.settings import TransferSection, connector_config
 from kv_transfer.page.format import HEADER_BYTES, PageKey, PageNaming
 from kv_transfer.secret import ensure_secret
 from kv_transfer.stores.base import StoreError

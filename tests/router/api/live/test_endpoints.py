@@ -21,9 +21,9 @@ from router.api.live.endpoints import LiveFeed, patch_of
 from router.api.live.state import Json, Reading
 from router.api.openai.server import HttpSettings
 from router.app import RouterApp
-from router.config import RouterSection, RouterSettings
 from router.request.request_log import RequestLog
 from router.request.validation import ServedModel
+from router.settings import RouterSection, RouterSettings
 from serving.settings import SettingsError
 from tests.process_logs import ProcessLogs
 from tests.router.api.live.test_state import WALL_S, reading

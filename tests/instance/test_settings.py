@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.config import KVConnectorConfig
-from instance.config import (
+from instance.settings import (
     EngineSection,
     InstanceSettings,
     ListenSettings,
