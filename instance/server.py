@@ -62,6 +62,8 @@ SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"]
 POLICIES = dict.fromkeys(("GetInstanceInfo", "WatchLoad", "Drain"), CONTROL)
 _POLL_S = 0.25
 _STEPS_OF_SILENCE = 5
+_KILL_FACTOR = 2
+"""Of the silence that ends liveness: after so much more the core is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +187,12 @@ class InstanceServer:
         self._tasks = [asyncio.create_task(task) for task in tasks]
 
     async def _watch_core(self) -> None:
-        """Derives readiness and liveness from the core's silence, until cancelled.
+        """Derives readiness and liveness from the core's silence, until cancelled; kills a core that hangs.
 
         The core reports every 250 ms, but not during a step. Silence of seconds, and of several times the predicted
         step, means that no work gets done (not ready: no new requests); half a minute means that the core hangs (not
-        alive: Kubernetes restarts the process). The core's death is noticed at once, by `wait_dead`.
+        alive: Kubernetes restarts the process). After twice as long it is killed. The core's death is noticed at once,
+        by `wait_dead`: the instance ends, and is restarted by what started it.
         """
         health, limits = self.grpc_server.health, self.settings.instance
         ready = alive = True
@@ -202,9 +205,13 @@ class InstanceServer:
                 _log.warning("engine core %s", what)
                 for service in {self._role.service.full_name, decoding.SERVICE.full_name}:
                     health.set_serving(service, ready)
-            if (silent_s < max(limits.core_dead_s, long_step_s)) != alive:
+            hung_s = max(limits.core_dead_s, long_step_s)
+            if (silent_s < hung_s) != alive:
                 alive = not alive
                 health.set_serving(LIVENESS, alive)
+            if silent_s >= _KILL_FACTOR * hung_s:
+                self.engine.kill(f"it was silent for {silent_s:.1f} s and was killed")
+                return
 
     # InstanceService
 

@@ -107,7 +107,12 @@ class InstanceSection(Section):
         1024, "Concurrent requests, waiting ones included; more are rejected.", flag="--max-requests", ge=1
     )
     core_unready_s: float = setting(5.0, "Seconds of the core's silence after which readiness ends.", gt=0.5)
-    core_dead_s: float = setting(30.0, "Seconds of the core's silence after which liveness ends.", gt=0.5)
+    core_dead_s: float = setting(
+        30.0,
+        "Seconds of the core's silence after which liveness ends; after twice as many the core is killed, and the"
+        " instance ends.",
+        gt=0.5,
+    )
     load_interval_s: float = setting(
         0.25, "Maximum seconds between two load reports; routers get more where they need them.", ge=0.02, le=10
     )

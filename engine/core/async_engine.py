@@ -185,6 +185,11 @@ class AsyncEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.close()
 
+    def kill(self, reason: str) -> None:
+        """Ends a core that hangs, as if it had crashed: its streams raise EngineDeadError."""
+        self._die(reason, crashed=True)
+        self._link.kill()
+
     def _silent_since_s(self, now_s: float) -> float:
         """The time of the last message, moved by the delay of the tick that is due."""
         return min(now_s, self._last_message_s + max(0.0, now_s - self._tick_due_s - _LATE_S))
@@ -250,6 +255,9 @@ class CoreLink(Protocol):
 
     async def wait_dead(self) -> str:
         """Return, with the reason, once the core has ended."""
+
+    def kill(self) -> None:
+        """End the core without its doing anything for it. Does not wait."""
 
     async def close(self) -> None:
         """End the core and remove its files."""
@@ -327,6 +335,10 @@ class ProcessLink:
         status = await self._process.wait()
         return f"the engine core process {self._process.pid} ended with status {status}"
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def close(self) -> None:
         try:
             if self._process.returncode is None:
@@ -339,8 +351,7 @@ class ProcessLink:
 
     async def _kill(self) -> None:
         try:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
             await self._process.wait()
         finally:
             self._remove()

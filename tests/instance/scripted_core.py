@@ -47,7 +47,7 @@ class ScriptedCore:
         self._arrived = asyncio.Event()
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.load = EngineLoad(free_blocks=64)
-        self.closed = False
+        self.closed = self.killed = False
 
     def engine(self) -> AsyncEngine:
         return AsyncEngine(self, INFO)
@@ -94,6 +94,10 @@ class ScriptedCore:
 
     async def wait_dead(self) -> str:
         return await asyncio.shield(self._dead)
+
+    def kill(self) -> None:
+        self.killed = True
+        self.die("killed")
 
     async def close(self) -> None:
         self.closed = True

@@ -202,6 +202,14 @@ async def test_a_silent_core_is_not_ready_then_not_alive_and_may_come_back(folde
         await reached(ready=True, alive=True)
 
 
+async def test_a_core_that_hangs_is_killed_which_ends_the_process_and_its_streams(folder: Path) -> None:
+    async with running(folder, ROLE, instance=InstanceSection(core_unready_s=0.6, core_dead_s=1.0)) as rig:
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
+        assert (await refusal(await started(rig))).code() is grpc.StatusCode.UNAVAILABLE
+        assert rig.core.killed
+        assert await asyncio.wait_for(ending, 20) == EXIT_FAILED
+
+
 async def test_leases_that_an_attached_reader_lets_go_reach_the_core(rig: Rig) -> None:
     await rig.transfer.Release(kv_transfer_pb2.ReleaseRequest(transfer_id="unknown"))
     assert await rig.core.wait_for(LeaseCommand) == LeaseCommand("unknown", "release")

@@ -310,6 +310,22 @@ async def test_a_killed_core_ends_its_streams_with_an_error(
 
 
 @on_module_loop
+async def test_a_core_that_hangs_can_be_killed(config: EngineConfig) -> None:
+    engine = await AsyncEngine.start(config)
+    stream = engine.add_request(make_request("stuck", [5] * 9, max_tokens=900))
+    await anext(stream)
+    os.kill(engine.info.pid, signal.SIGSTOP)
+    engine.kill("it hangs")
+    with pytest.raises(EngineDeadError, match="it hangs") as ended:
+        async for _ in stream:
+            pass
+    assert ended.value.crashed
+    assert await engine.wait_dead() == "it hangs"
+    await engine.shutdown()
+    assert not psutil.pid_exists(engine.info.pid)
+
+
+@on_module_loop
 async def test_a_core_that_cannot_start_says_why(config: EngineConfig, capfd: pytest.CaptureFixture[str]) -> None:
     broken = EngineConfig(model="/nowhere")
     with pytest.raises(EngineStartError, match="status 2"):
