@@ -1,5 +1,5 @@
 """Decode instances freeze under load and continue: their streams have moved to other instances by then, their late
-tokens are dropped, and they get requests again."""
+tokens are dropped, and they get requests again. An engine core that stays frozen is replaced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine import LLM
+from tandem.local_stack.supervisor import StackEvent
+from tests.lively import random_prompt
+from tests.system.background_request import BackgroundRequest
 from tests.system.checker import wait_idle
 from tests.system.killable import KillableStack, killable_stack
 from tests.system.load import Load, Outcome
 from tests.system.questions import Question, make_questions
+from tests.system.reference import Reference
+from tests.system.stacks import DECODE_STEP_S, GREEDY, Model, started
 from tests.waiting import wait_until
 
+STREAM = {**GREEDY, "max_tokens": 100}
 NUM_TOKENS = 160
 """Enough that most of what runs at a decode instance has begun, and does not wait for its prefill."""
 BETWEEN_S = 3.0
@@ -86,6 +93,37 @@ def _slowest(outcomes: list[Outcome], at_s: float) -> float | None:
         if first.at_s <= at_s + UNDER_WAY_S and at_s < later.at_s and later.stream_epoch > first.stream_epoch
     ]
     return max(resumed, default=None)
+
+
+def test_an_engine_core_that_hangs_is_replaced_and_its_stream_continued(
+    checkpoint: Path, reference: Reference, prompts: random.Random, tmp_path: Path
+) -> None:
+    with started(
+        Model(checkpoint, reference, tmp_path),
+        size=2,
+        num_prefill=1,
+        failpoints=False,
+        instance_args=("--instance-core-unready-s", "1", "--instance-core-dead-s", "2"),
+        faults={f"decode-{index}": f"engine.step=sleep:{DECODE_STEP_S}" for index in range(2)},
+    ) as stack:
+        prompt = random_prompt(prompts, 40)
+        request = BackgroundRequest(stack.rig.address, prompt, **STREAM)
+        request.wait_first_token()
+        victim = next(name for name in ("decode-0", "decode-1") if stack.rig.load(name).num_running)
+        process = stack.rig.stack.processes[victim]
+        first_s = process.started_s
+        for child in psutil.Process(process.pid).children():
+            child.suspend()
+        stack.assert_exact(request.completion(), prompt, STREAM)
+        events: list[StackEvent] = []
+
+        def is_replaced() -> bool:
+            events.extend(stack.rig.stack.supervise())
+            return process.started_s > first_s and process.ready
+
+        wait_until(is_replaced, lambda: f"{victim} was not replaced: {events}", 60.0)
+        assert [event.text for event in events if "exited with status 1" in event.text]
+        wait_until(lambda: stack.rig.is_ready(victim), f"the router does not report {victim} ready")
 
 
 @pytest.mark.slow
