@@ -109,7 +109,14 @@ def test_an_engine_core_that_hangs_is_replaced_and_its_stream_continued(
         prompt = random_prompt(prompts, 40)
         request = BackgroundRequest(stack.rig.address, prompt, **STREAM)
         request.wait_first_token()
-        victim = next(name for name in ("decode-0", "decode-1") if stack.rig.load(name).num_running)
+        running: list[str] = []
+
+        def is_decoded() -> bool:
+            running[:] = [name for name in ("decode-0", "decode-1") if stack.rig.load(name).num_running]
+            return bool(running)
+
+        wait_until(is_decoded, "no stream is decoded")
+        victim = running[0]
         process = stack.rig.stack.processes[victim]
         first_s = process.started_s
         for child in psutil.Process(process.pid).children():
