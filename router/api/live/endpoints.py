@@ -74,7 +74,7 @@ class DrainBody(StrictModel):
     instance: str
     """Its name or address."""
     grace_s: float = 0.0
-    """How long running requests may take; 0: the instance's own setting."""
+    """How long running requests may take, 0..3600; 0: the instance's own setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class LivePage:
 
     def add_to(self, app: FastAPI) -> None:
         add_get(app, "/page/{name}", self.asset, in_schema=False)
-        add_get(app, "/live", self.live)
-        app.post("/pools/resize")(self.resize)
-        app.post("/pools/drain")(self.drain)
+        add_get(app, "/live", self.live, in_schema=False)
+        app.post("/pools/resize", include_in_schema=False)(self.resize)
+        app.post("/pools/drain", include_in_schema=False)(self.drain)
 
     def index(self, request: Request) -> Response:
         """The page."""

@@ -307,7 +307,8 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
             called = {"call_id": block.call_id, "name": name, **within, "arguments": block.text}
             return {"type": "function_call", "id": item_id, **called, "status": status}
         if block.kind == "reasoning":
-            return {"type": "reasoning", "id": item_id, "summary": [], "content": [self._part(block)]}
+            thought = {"summary": [], "content": [self._part(block)]}
+            return {"type": "reasoning", "id": item_id, **thought, "status": status}
         message = {"role": "assistant", "status": status, "content": [self._part(block)]}
         return {"type": "message", "id": item_id, **message}
 

@@ -92,10 +92,19 @@ async def test_a_slash_at_the_end_of_a_path_passes_no_authorizer(run_http: RunHt
 
 
 async def test_the_schema_has_get_alone(run_http: RunHttp) -> None:
-    async with run_http(http={"page": True}) as http:
+    async with run_http() as http:
         paths = (await http.http.get("/openapi.json")).json()["paths"]
-        assert {"/v1/models", "/health", "/live"} <= set(paths)
+        assert {"/v1/models", "/health"} <= set(paths)
         assert all(len(methods) == 1 and "head" not in methods for methods in paths.values())
+
+
+async def test_the_schema_is_the_same_with_the_live_page(run_http: RunHttp) -> None:
+    async with run_http(http={"page": True}) as http:
+        with_page = (await http.http.get("/openapi.json")).json()
+        for method, path in (("GET", "/page/page.js"), ("POST", "/pools/resize"), ("POST", "/pools/drain")):
+            assert (await http.http.request(method, path)).status_code != 404, f"{path} is not there"
+    async with run_http() as http:
+        assert with_page == (await http.http.get("/openapi.json")).json()
 
 
 async def test_a_script_of_an_allowed_origin_may_use_head(run_http: RunHttp) -> None:

@@ -90,6 +90,28 @@ async def test_each_part_of_a_response_has_its_own_events(run_http: RunHttp) -> 
         assert [item.content[0].text for item in final.output] == [THOUGHT, ANSWER]
 
 
+async def test_reasoning_that_is_cut_is_an_incomplete_item(run_http: RunHttp) -> None:
+    async with run_http(**writing(TEXT)) as http:
+        asked: dict[str, Any] = {"model": "fake", "input": "How many?"}
+        whole: Any = await http.openai.responses.create(**asked)
+        assert [(item.type, item.status) for item in whole.output] == [
+            ("reasoning", "completed"),
+            ("message", "completed"),
+        ]
+        again = [{"role": "user", "content": "How many?"}, *[item.to_dict() for item in whole.output]]
+        await http.openai.responses.create(model="fake", input=[*again, {"role": "user", "content": "Sure?"}])
+        cut: Any = await http.openai.responses.create(**asked, max_output_tokens=6)
+        assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]
+        stream: Any = await http.openai.responses.create(**asked, max_output_tokens=6, stream=True)
+        events = [event async for event in stream]
+        items = [event.item for event in events if event.type.startswith("response.output_item.")]
+        assert [item.status for item in [*items, *events[-1].response.output]] == [
+            "in_progress",
+            "incomplete",
+            "incomplete",
+        ]
+
+
 async def test_an_answer_without_reasoning_is_content(run_http: RunHttp) -> None:
     async with run_http(**writing("Five.")) as http:
         message = (await chat(http)).choices[0].message
