@@ -310,6 +310,8 @@ class AttemptTrace:
         stage = _STAGE_AFTER.get(event)
         if stage is not None and stage != stages.name:
             stages.next(stage)
+            if stage == "router.prefill" and self.plan.prefill is not None:
+                stages.note({"tandem.prefill": self.plan.prefill.instance_id})
         self.choice.request.timeline.mark(event)
 
     def computing(self, role: Role) -> None:

@@ -54,7 +54,7 @@ def command(context: click.Context, watch: bool, interval_s: float, timeout_s: f
       tandem pools                                      a table of both pools
       tandem pools --watch                              the same, live
       tandem pools --json                               the same for programs; with --watch a line for each update
-      tandem pools --admin 10.0.0.7:7001                a router elsewhere
+      tandem pools --admin 10.0.0.7:50052               a router elsewhere
       tandem pools resize decode=3                      start or drain instances until there are three
       tandem pools explain "Once upon a time"           where it would run, and why
       tandem pools explain --tokens 4000                the same for any prompt of 4000 tokens
@@ -335,7 +335,7 @@ def _pick_as_dict(answer: pools_pb2.ExplainPickResponse) -> dict[str, Any]:
 @command.command("drain")
 @click.argument("name")
 @click.option(
-    "--grace-s", type=FloatRange(min=0), default=0.0,
+    "--grace-s", type=FloatRange(0, 3600), default=0.0,
     help="Seconds that its running requests may take; 0: the instance's own setting.  [default: 0]",
 )  # fmt: skip
 @_call_options

@@ -181,6 +181,13 @@ def test_what_happens_at_the_instances_lies_within_what_the_router_waits_for(tra
         assert spans["kv.load"].attributes["tandem.num_recomputed_blocks"] == 0
 
 
+def test_the_stages_that_wait_for_an_instance_name_it(traced: list[Traced]) -> None:
+    for one in traced:
+        reserve, prefill = (one.spans[name].attributes for name in ("router.reserve", "router.prefill"))
+        assert (reserve["tandem.prefill"], reserve["tandem.decode"]) == ("prefill-0", "decode-0")
+        assert prefill["tandem.prefill"] == "prefill-0"
+
+
 def test_the_stages_add_up_to_the_ttft_of_each_request(traced: list[Traced]) -> None:
     """As the router timed it for its log line, by another clock; on a busy machine time passes between the two."""
     assert min(abs(one.stages_ms - one.routers_ttft_ms) for one in traced) <= TOLERANCE_MS

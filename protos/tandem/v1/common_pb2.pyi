@@ -44,7 +44,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's context is used up."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """Aborted by the client or an operator."""
+    """Aborted by a client of the request's tenant."""
     FINISH_REASON_HAND_OVER: _FinishReason.ValueType  # 4
     """Prefill is done; the choice continues at a decode instance. Never sent to a client."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
@@ -60,7 +60,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context is used up."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""Aborted by the client or an operator."""
+"""Aborted by a client of the request's tenant."""
 FINISH_REASON_HAND_OVER: FinishReason.ValueType  # 4
 """Prefill is done; the choice continues at a decode instance. Never sent to a client."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 5

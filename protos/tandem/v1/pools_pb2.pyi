@@ -536,7 +536,7 @@ class DrainInstanceRequest(_message.Message):
     instance: _builtins.str
     """Its name or its address, as in ListPools."""
     grace_s: _builtins.float
-    """How long running requests may take, seconds; 0 for the instance's own setting."""
+    """How long running requests may take, seconds, 0..3600; 0 for the instance's own setting."""
     def __init__(
         self,
         *,

@@ -20,8 +20,8 @@ from tandem.commands.options import FloatRange, is_terminal
 )  # fmt: skip
 @click.option(
     "--metrics", metavar="HOST:PORT",
-    help="The router's metrics port (--metrics-listen), or with one worker its HTTP port, for TTFT and TPOT; absent: "
-    "that of the stack on this machine.",
+    help="For TTFT and TPOT: the metrics port (--metrics-listen); the HTTP port only of a router with one worker and "
+    "neither TLS nor tokens; absent: that of the stack on this machine.",
 )  # fmt: skip
 @admin_options
 def command(interval_s: float, metrics: str | None) -> None:
@@ -33,8 +33,8 @@ def command(interval_s: float, metrics: str | None) -> None:
     \b
     Examples:
       tandem top
-      tandem top --admin 10.0.0.7:7001                            a router elsewhere
-      tandem top --admin 10.0.0.7:7001 --metrics 10.0.0.7:9090    with its TTFT and TPOT
+      tandem top --admin 10.0.0.7:50052                           a router elsewhere
+      tandem top --admin 10.0.0.7:50052 --metrics 10.0.0.7:9090   with its TTFT and TPOT
     """
     if importlib.util.find_spec("textual") is None:
         raise click.ClickException(

@@ -3,7 +3,8 @@
 isort:skip_file
 The part of vLLM's gRPC service that Tandem's router answers, so that routers and clients made for it work unchanged. Package, names and
 field numbers are those that the package smg-grpc-proto 0.4.10 publishes; the words are Tandem's. The other rpcs are not implemented,
-and a request with a field that is not declared here is refused: a later version's field could change the answer.
+and a request with a field that is not declared here is refused, except `data_parallel_rank` (9), which is ignored: a later version's
+field could change the answer.
 """
 
 from collections import abc as _abc
