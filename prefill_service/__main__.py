@@ -1,4 +1,5 @@
-"""`python -m prefill_service --model FOLDER --kv-folder FOLDER --listen HOST:PORT`: one prefill instance."""
+"""`python -m prefill_service --model FOLDER --kv-folder FOLDER --kv-secret-file FILE --listen HOST:PORT`: one prefill
+instance."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ def main(settings: PrefillSettings) -> None:
     """One prefill instance: computes prompts and offers their KV to decode instances.
 
     Prints one line `ready address=HOST:PORT instance=NAME` when it is ready. SIGTERM drains, a second one stops at
-    once. Exit status: 0 stopped, 1 the engine core died (restart it), 2 it could not start, 3 stopped and calls or KV
-    in use were cut off.
+    once. Exit status: 0 stopped; 1 the engine core died, or the machine lacked something for the start (restart it);
+    2 it cannot start: settings, model, address; 3 stopped and calls or KV in use were cut off.
     """
     sys.exit(run_instance(settings, ROLE))
 

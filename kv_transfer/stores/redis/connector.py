@@ -79,7 +79,7 @@ class RedisOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_field
     tail_ttl_s: float = 3600.0
     """How long a transfer's own page is kept if its owner did not remove it, seconds; longer than any lease."""
     connect_timeout_s: float = 0.25
-    """For name, TCP and TLS of a new connection, seconds."""
+    """For name and TCP of a new connection, seconds. Each answer of the TLS handshake has `timeout_s` more."""
     timeout_s: float = 0.25
     """For an answer, seconds, apart from the time for its bytes."""
     min_bytes_per_s: float = 50e6
