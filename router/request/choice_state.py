@@ -118,6 +118,7 @@ class Choice:
             priority=request.instance_priority,
             cache_salt=request.cache_salt,
             step_stretch=step_stretch or 0.0,
+            eos_token_ids=request.eos_token_ids,
         )
         set_objectives(wire, objectives)
         return wire

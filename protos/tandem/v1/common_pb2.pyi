@@ -638,6 +638,7 @@ class InstanceRequest(_message.Message):
     ITL_S_FIELD_NUMBER: _builtins.int
     STEP_STRETCH_FIELD_NUMBER: _builtins.int
     BEGIN_S_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique over all attempts: the router's own id, never the client's."""
     stream_epoch: _builtins.int
@@ -672,6 +673,12 @@ class InstanceRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """Every default resolved, the seed set."""
 
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What ends the choice besides sampling.stop_token_ids, unless ignore_eos: the end-of-sequence ids of the router's model folder, the
+        same for all attempts. Ids outside the instance's vocabulary are ignored. Empty: those of the instance's own model folder.
+        """
+
     def __init__(
         self,
         *,
@@ -688,10 +695,11 @@ class InstanceRequest(_message.Message):
         itl_s: _builtins.float = ...,
         step_stretch: _builtins.float = ...,
         begin_s: _builtins.float = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "step_stretch", b"step_stretch", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "step_stretch", b"step_stretch", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
