@@ -79,6 +79,13 @@ class ChunkBuilder:
             chunk.finish.CopyFrom(self._finish(delta.finish_reason, delta.stop_reason, event))
         return chunk
 
+    def first_chunk(self, event: TokensEvent) -> common_pb2.TokenChunk:
+        """The first one has the counts, which an attempt that is cut off cannot report at its end."""
+        chunk = self.chunk(event)
+        if not self.finished:
+            chunk.usage.CopyFrom(self._usage(event))
+        return chunk
+
     def _finish(self, reason: FinishReason, stop_reason: int | str | None, event: TokensEvent) -> common_pb2.Finish:
         return common_pb2.Finish(
             reason=FINISH_REASONS[reason],
@@ -145,8 +152,10 @@ class ChoiceStream:
             return event
         if event.finish_reason == "error":
             raise ended_with_error(event)
-        self.first = self.first or event
-        return self._chunks.chunk(event)
+        if self.first is not None:
+            return self._chunks.chunk(event)
+        self.first = event
+        return self._chunks.first_chunk(event)
 
 
 class ActiveChoices:

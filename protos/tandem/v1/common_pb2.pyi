@@ -516,6 +516,7 @@ class TokenChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     stream_epoch: _builtins.int
     """Raised by the router each time the stream moves to other instances; a lower one is stale and dropped."""
     choice: _builtins.int
@@ -542,6 +543,10 @@ class TokenChunk(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """On the first chunk of choice 0, if asked for: one entry per prompt token, without candidates for the first, which nothing predicts."""
 
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """On the first chunk that an instance sends, unless it has finish: the counts so far. Never sent to a client."""
+
     def __init__(
         self,
         *,
@@ -554,10 +559,11 @@ class TokenChunk(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_epoch", b"stream_epoch", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "token_index", b"token_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_epoch", b"stream_epoch", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "token_index", b"token_index", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

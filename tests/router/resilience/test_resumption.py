@@ -39,6 +39,16 @@ async def test_a_stream_continues_exactly_when_its_decode_instance_dies(run: Run
         assert answer.trailers["tandem-decode"] == f"decode-0,{name}"
 
 
+async def test_cached_tokens_are_those_of_the_first_attempt(run: Run) -> None:
+    permits = asyncio.Semaphore(1)
+    decode = decodes(Behaviour(die_at=2, permits=permits, cached_tokens=32), busy(cached_tokens=96))
+    async with run(prefill=0, decode=decode) as rig:
+        answer = await rig.generate(max_tokens=6, permits=permits)
+        assert decode[0].recorded("died")
+        assert answer.finish().usage.cached_tokens == 32
+        assert not any(chunk.HasField("usage") for chunk in answer.chunks())
+
+
 async def test_every_attempt_has_the_eos_ids_of_the_routers_model(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path, eos_token_id=[7, EOS_ID, VOCAB_SIZE, -1])
     permits = asyncio.Semaphore(0)
