@@ -76,6 +76,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache. The first output's: the others find what that one has computed."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Per prompt token, by token id: the token itself first, then the best ones; None for the first token, and unless
     requested."""
@@ -361,7 +362,8 @@ class _Batch:
         output.token_ids += event.token_ids[: delta.num_tokens]
         choice.add_logprobs(event.logprobs[: delta.num_tokens])
         choice.add_prompt_logprobs(event.prompt_logprobs)
-        choice.result.num_cached_tokens = max(choice.result.num_cached_tokens, event.num_cached_tokens)
+        if output.index == 0:
+            choice.result.num_cached_tokens = max(choice.result.num_cached_tokens, event.num_cached_tokens)
         self._start(choice.siblings, choice.grammar)
         choice.siblings, choice.grammar = [], None
         self._show_rate(delta.num_tokens)

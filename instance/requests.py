@@ -79,23 +79,37 @@ class ChunkBuilder:
             chunk.finish.CopyFrom(self._finish(delta.finish_reason, delta.stop_reason, event))
         return chunk
 
+    def first_chunk(self, event: TokensEvent) -> common_pb2.TokenChunk:
+        """The first one has the counts, which an attempt that is cut off cannot report at its end."""
+        chunk = self.chunk(event)
+        if not self.finished:
+            chunk.usage.CopyFrom(self._usage(event))
+        return chunk
+
     def _finish(self, reason: FinishReason, stop_reason: int | str | None, event: TokensEvent) -> common_pb2.Finish:
-        num_prompt = len(self._choice.engine_request.prompt_token_ids)
-        is_load = self._choice.engine_request.remote_kv is not None  # else what came from elsewhere was in a store
-        num_stored = 0 if is_load else min(event.num_external_tokens, num_prompt)
-        usage = common_pb2.Usage(  # the engine's counts of a resumed choice include the ids emitted before
-            prompt_tokens=num_prompt,
-            completion_tokens=self._num_ids,
-            cached_tokens=min(event.num_cached_tokens + num_stored, num_prompt),
-            external_tokens=min(event.num_external_tokens, num_prompt) - num_stored,
-            recomputed_tokens=min(event.num_recomputed_tokens, num_prompt),
-            stored_tokens=num_stored,
-        )
         return common_pb2.Finish(
             reason=FINISH_REASONS[reason],
             stop_string=stop_reason if isinstance(stop_reason, str) else None,
             stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
-            usage=usage,
+            usage=self._usage(event),
+        )
+
+    def _usage(self, event: TokensEvent) -> common_pb2.Usage:
+        """Of the prompt: the engine's counts of a resumed choice include the ids emitted before, which come last. KV is
+        contiguous: first what was cached here, then what came from elsewhere, then what was missing of that."""
+        request = self._choice.engine_request
+        num_prompt = len(request.prompt_token_ids)
+        cached = min(event.num_cached_tokens, num_prompt)
+        external = min(event.num_external_tokens, num_prompt - cached)
+        recomputed = min(event.num_recomputed_tokens, num_prompt - cached - external)
+        stored = external if request.remote_kv is None else 0  # without a transfer it was in a store
+        return common_pb2.Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=self._num_ids,
+            cached_tokens=cached + stored,
+            external_tokens=external - stored,
+            recomputed_tokens=recomputed,
+            stored_tokens=stored,
         )
 
 
@@ -138,8 +152,10 @@ class ChoiceStream:
             return event
         if event.finish_reason == "error":
             raise ended_with_error(event)
-        self.first = self.first or event
-        return self._chunks.chunk(event)
+        if self.first is not None:
+            return self._chunks.chunk(event)
+        self.first = event
+        return self._chunks.first_chunk(event)
 
 
 class ActiveChoices:

@@ -32,7 +32,11 @@ class RouterSection(Section):
     listen: Address | None = setting(
         None, "host:port to listen on; wins over server.host and server.port.", flag="--listen"
     )
-    model: str = setting(..., "Folder with the model's tokenizer and generation_config.json.", flag="--model")
+    model: str = setting(
+        ...,
+        "Folder with the model's tokenizer, generation_config.json and config.json, whose EOS ids end every answer.",
+        flag="--model",
+    )
     model_name: str | None = setting(None, "Name clients know the model by; none: the folder's.", flag="--model-name")
     admin_listen: Address | None = setting(
         None,

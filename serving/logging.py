@@ -32,6 +32,7 @@ class RequestEvent(StrEnum):
     KV_RESERVED = "kv_reserved"  # the decode instance holds blocks for it
     PREFILL_STARTED = "prefill_started"  # the prefill instance has queued it
     FIRST_TOKEN = "first_token"  # its first token is sent to the client
+    HAND_OVER_STARTED = "hand_over_started"  # the prefill instance has computed it, in this attempt
     KV_LOADED = "kv_loaded"  # each block has arrived and is verified, or will be recomputed
     DECODE_STARTED = "decode_started"  # the decode instance has scheduled it
     FINISHED = "finished"  # it ended at a stop condition or its length

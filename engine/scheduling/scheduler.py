@@ -111,7 +111,7 @@ class Scheduler:
         self.kv.publish(request)
         if result.retained_id is not None:
             result = self._retain(request, result, result.retained_id)
-        if request.spec.remote_kv is not None or request.is_untouched:  # else its prompt has been counted
+        if request.spec.remote_kv is not None or request.queue_s is None:  # else its prompt has been counted
             request.num_external_tokens = result.num_external_tokens
         self.counters.num_external_tokens += result.num_external_tokens
         self.counters.num_recomputed_blocks += result.num_recomputed_blocks

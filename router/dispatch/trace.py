@@ -8,7 +8,7 @@
 The stages are consecutive spans, all children of the request's span `router.generate`. Each begins where the previous
 one ended, so up to the first token they add up to the time to first token (docs/tracing.md):
 
-    router.validate ─▶ router.queue ─▶ per choice: router.pick ─▶ router.reserve ─▶ router.prefill ─FIRST_TOKEN─▶
+    router.validate ─▶ router.queue ─▶ per choice: router.pick ─▶ router.reserve ─▶ router.prefill ─its token───▶
                                            ▲    └──not split──────────────▲  │      router.hand_over ─▶ router.decode
                                            └──the attempt failed─────────────┴────────────┴───────────────┘
 """
@@ -45,7 +45,11 @@ _log = logging.getLogger(__name__)
 _MAX_REASONS = 4  # reasons in one trailer: metadata are bounded, and of further attempts the instances are listed
 _MAX_TRAILER_BYTES = 2048  # of one: all share 8 KiB
 _STATUSES = frozenset(code.name for code in grpc.StatusCode)
-_STAGE_AFTER = {RequestEvent.KV_RESERVED: "router.prefill", RequestEvent.DECODE_STARTED: "router.decode"}
+_STAGE_AFTER = {
+    RequestEvent.KV_RESERVED: "router.prefill",
+    RequestEvent.HAND_OVER_STARTED: "router.hand_over",
+    RequestEvent.DECODE_STARTED: "router.decode",
+}
 
 
 class RequestTrace:
@@ -335,7 +339,7 @@ class AttemptTrace:
         self.choice.guard.token()
         self.choice.request.first_token()
         if self.choice.stages.name == "router.prefill":
-            self.choice.stages.next("router.hand_over")
+            self.event(RequestEvent.HAND_OVER_STARTED)
 
     def _prefilled(self) -> None:
         now_s, work = self.now(), self.plan.work

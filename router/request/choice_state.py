@@ -53,6 +53,7 @@ class Choice:
     finished: bool = False
     aborted: bool = False
     handed_over: bool = False  # the prefill instance has done its part of this attempt
+    _is_first_chunk: bool = False  # the next one is the first of its instance, which has the counts
     decode_key: InstanceKey | None = None
     prefill_key: InstanceKey | None = None
     _identity: Identity | None = None
@@ -106,6 +107,7 @@ class Choice:
         """Raises the stream epoch, so that chunks of an earlier attempt are stale."""
         self.stream_epoch += 1
         self.handed_over = False
+        self._is_first_chunk = True
         self._num_before_attempt = len(self.token_ids)
         request = self.request
         wire = common_pb2.InstanceRequest(
@@ -118,6 +120,7 @@ class Choice:
             priority=request.instance_priority,
             cache_salt=request.cache_salt,
             step_stretch=step_stretch or 0.0,
+            eos_token_ids=request.eos_token_ids,
         )
         set_objectives(wire, objectives)
         return wire
@@ -159,6 +162,8 @@ class Choice:
             raise StreamViolation("tokens after the finish")
         if num_emitted + len(token_ids) > request.max_tokens:
             raise StreamViolation(f"more than max_tokens={request.max_tokens} tokens")
+        if self._is_first_chunk:
+            self._take_counts(chunk)
         is_last = chunk.HasField("finish")
         if is_last:
             self._take_finish(chunk)
@@ -167,6 +172,7 @@ class Choice:
         self.token_ids.extend(token_ids)
         self.num_chars += len(chunk.text)
         if is_last and chunk.HasField("finish"):  # that of a hand-over was removed
+            self._note_cached(chunk.finish.usage)
             self._complete_usage(chunk.finish.usage)
         return True
 
@@ -188,12 +194,18 @@ class Choice:
         if self._first_token_s is None:
             self._first_token_s = self._last_token_s
 
+    def _take_counts(self, chunk: common_pb2.TokenChunk) -> None:
+        self._is_first_chunk = False
+        if chunk.HasField("usage"):
+            self._note_cached(chunk.usage)
+            chunk.ClearField("usage")  # the client gets them with the finish
+
     def _take_finish(self, chunk: common_pb2.TokenChunk) -> None:
         reason = chunk.finish.reason
         if reason == common_pb2.FINISH_REASON_HAND_OVER:
             if not chunk.token_ids:
                 raise StreamViolation("a hand-over without a token")
-            self.handed_over = True
+            self.handed_over = self._is_first_chunk = True
             self._note_cached(chunk.finish.usage)
             chunk.ClearField("finish")  # the client does not see hand-overs
         elif reason in _CLIENTS_REASONS:
@@ -207,7 +219,6 @@ class Choice:
 
     def _complete_usage(self, usage: common_pb2.Usage) -> None:
         """Usage of the whole choice, whichever instances shared it."""
-        self._note_cached(usage)
         usage.prompt_tokens = self.request.num_prompt_tokens
         usage.completion_tokens = self.num_emitted
         usage.cached_tokens, usage.stored_tokens = self.num_cached_tokens or 0, self._num_stored_tokens

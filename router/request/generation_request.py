@@ -103,6 +103,7 @@ class GenerationRequest:
     tenant: str = ""  # decides its share of admission
     chat_output: ChatOutput = field(default_factory=ChatOutput)  # how the output is divided; false: not at all
     resumed: Mapping[int, ResumedChoice] = field(default_factory=dict)  # by choice, what its client has already
+    eos_token_ids: tuple[int, ...] = ()  # of the model: an attempt ends where another would; empty: each instance's own
 
     @property
     def remaining_s(self) -> float | None:

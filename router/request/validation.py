@@ -162,6 +162,7 @@ async def validated(
         tenant=caller.tenant,
         chat_output=output,
         resumed=resumed,
+        eos_token_ids=model.defaults.eos_ids_within(limits.vocab_size),
     )
 
 

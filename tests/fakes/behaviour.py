@@ -27,6 +27,8 @@ class Behaviour:
     """Taken by every token, one each; None: no token waits for one."""
     load_s: float = 0.0
     """Between the transfer's completion and Loaded."""
+    cached_tokens: int = 0
+    """Of every prompt that it computes for itself, those that it reports as cached."""
     recomputes: str = ""
     """Why it reports a recomputed block of every hand-over; {} is the transfer's id. Empty: it reports none."""
     reserve_s: float = 0.0

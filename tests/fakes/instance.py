@@ -277,6 +277,7 @@ class FakeInstance:
     ) -> AsyncIterator[common_pb2.TokenChunk]:
         """Chunks of one token each, from the position after `emitted` on."""
         emitted = list(emitted)
+        first = len(emitted)
         num_chars = sum(len(self._text_of(position, token_id)) for position, token_id in enumerate(emitted))
         behaviour, params = self.behaviour, request.sampling
         if self._has_crashed:
@@ -311,7 +312,9 @@ class FakeInstance:
             if reason:
                 chunk.finish.reason = reason
                 chunk.finish.usage.completion_tokens = len(emitted)
-                chunk.finish.usage.cached_tokens = 16 if hand_over else 0
+                chunk.finish.usage.cached_tokens = 16 if hand_over else behaviour.cached_tokens
+            elif position == first:
+                chunk.usage.cached_tokens = behaviour.cached_tokens
             self.record("token", request.request_id, detail=position)
             yield chunk
             if reason:

@@ -78,6 +78,26 @@ def test_what_is_in_range_arrives_unchanged(
     assert got.hold_kv == HoldKV(transfer_id="t", lease_s=2.0)
 
 
+@pytest.mark.parametrize(
+    ("sent", "taken"), [([], (2,)), ([9, 3], (9, 3)), ([3, 3, 480, -1, 2**63 - 1], (3,)), ([480], ())]
+)
+def test_the_routers_eos_ids_end_a_choice_and_the_instances_own_where_it_has_none(
+    sent: list[int], taken: tuple[int, ...]
+) -> None:
+    request = instance_request(eos_token_ids=sent)
+    assert prefill(request).engine_request.eos_token_ids == taken
+    assert decode(request)[0].engine_request.eos_token_ids == taken
+
+
+def test_parameters_are_checked_against_the_routers_eos_ids() -> None:
+    request = instance_request(eos_token_ids=[9], sampling={"ignore_eos": False, "min_tokens": 1})
+    request.sampling.allowed_token_ids.ids.append(9)
+    with pytest.raises(InvalidArgument, match="end the output"):
+        prefill(request)
+    request.sampling.allowed_token_ids.ids[:] = [2]
+    assert prefill(request).engine_request.params.allowed_token_ids == (2,)
+
+
 def test_what_changes_logits_and_asks_for_logprobs_arrives_unchanged() -> None:
     sampling = common_pb2.SamplingParams(
         seed=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -49,6 +50,19 @@ async def test_without_a_transfer_it_generates_from_its_own_prefill(decode: Rig)
     assert [(chunk.token_index, list(chunk.token_ids)) for chunk in chunks] == [(0, [72, 73]), (2, [74])]
     assert chunks[-1].finish.reason == LENGTH
     assert not decode.core.of(AbortRequests)
+
+
+async def test_the_first_chunk_has_the_counts_of_a_prompt_that_is_computed_here(decode: Rig) -> None:
+    decoding = Decoding(decode)
+    await decoding.start()
+    await decode.core.request()
+    counts: dict[str, Any] = {"num_cached_tokens": 6, "num_external_tokens": 2}
+    decode.core.emit(*(TokensEvent("r1", [token_id], **counts) for token_id in (72, 73)))
+    decode.core.emit(TokensEvent("r1", [74], finish_reason="length", **counts))
+    first, *others = [response.tokens for response in await decoding.rest()]
+    assert first.usage == common_pb2.Usage(prompt_tokens=10, completion_tokens=1, cached_tokens=8, stored_tokens=2)
+    assert not any(chunk.HasField("usage") for chunk in others)
+    assert others[-1].finish.usage.cached_tokens == 8
 
 
 async def test_a_whole_hand_over(decode: Rig, prefill: Rig) -> None:

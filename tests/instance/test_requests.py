@@ -29,13 +29,14 @@ TEXT = "It was the best of times, 漢字 and STOP here. 😀 END"
 def begin(
     emitted: list[int] | None = None,
     *,
+    prompt: list[int] | None = None,
     tokenizer: Tokenizer | None = TOKENIZER,
     remote_kv: RemoteKV | None = None,
     **params: object,
 ) -> ChunkBuilder:
     request = EngineRequest(
         request_id="r",
-        prompt_token_ids=[1, 2, 3],
+        prompt_token_ids=prompt or [1, 2, 3],
         output_token_ids=emitted or [],
         params=SamplingParams(**{"max_tokens": 1000} | params),  # type: ignore[arg-type]
         remote_kv=remote_kv,
@@ -128,6 +129,34 @@ def test_kv_from_elsewhere_was_in_a_store_unless_it_was_handed_over(
     event = msgspec.structs.replace(tokens([10], "length"), num_external_tokens=1)
     usage = text.chunk(event).finish.usage
     assert (usage.cached_tokens, usage.external_tokens, usage.stored_tokens) == counts
+
+
+@pytest.mark.parametrize(
+    ("found", "counts"),
+    [((96, 64, 0), (96, 4, 0)), ((96, 16, 48), (96, 4, 0)), ((64, 32, 64), (64, 32, 4)), ((128, 16, 16), (100, 0, 0))],
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_usage_counts_kv_of_the_prompt_alone_where_a_choice_is_resumed(
+    split: bool, found: tuple[int, int, int], counts: tuple[int, int, int]
+) -> None:
+    cached, external, recomputed = found
+    if not split and recomputed:
+        return  # without a transfer nothing was expected
+    transfer = RemoteKV(transfer_id="t", reservation_s=1.0) if split else None
+    text = begin([7] * 60, prompt=[1] * 100, tokenizer=None, remote_kv=transfer)
+    event = TokensEvent(
+        "r",
+        [7],
+        finish_reason="length",
+        num_cached_tokens=cached,
+        num_external_tokens=external,
+        num_recomputed_tokens=recomputed,
+    )
+    usage = text.chunk(event).finish.usage
+    cached, external, recomputed = counts
+    expected = (cached, external, recomputed, 0) if split else (cached + external, 0, 0, external)
+    got = usage.cached_tokens, usage.external_tokens, usage.recomputed_tokens, usage.stored_tokens
+    assert got == expected
 
 
 def test_emitted_ids_that_hold_a_stop_string_are_refused() -> None:

@@ -516,6 +516,7 @@ class TokenChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     stream_epoch: _builtins.int
     """Raised by the router each time the stream moves to other instances; a lower one is stale and dropped."""
     choice: _builtins.int
@@ -542,6 +543,10 @@ class TokenChunk(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """On the first chunk of choice 0, if asked for: one entry per prompt token, without candidates for the first, which nothing predicts."""
 
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """On the first chunk that an instance sends, unless it has finish: the counts so far. Never sent to a client."""
+
     def __init__(
         self,
         *,
@@ -554,10 +559,11 @@ class TokenChunk(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_epoch", b"stream_epoch", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "token_index", b"token_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_epoch", b"stream_epoch", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "token_index", b"token_index", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,6 +644,7 @@ class InstanceRequest(_message.Message):
     ITL_S_FIELD_NUMBER: _builtins.int
     STEP_STRETCH_FIELD_NUMBER: _builtins.int
     BEGIN_S_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique over all attempts: the router's own id, never the client's."""
     stream_epoch: _builtins.int
@@ -672,6 +679,12 @@ class InstanceRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams:
         """Every default resolved, the seed set."""
 
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What ends the choice besides sampling.stop_token_ids, unless ignore_eos: the end-of-sequence ids of the router's model folder, the
+        same for all attempts. Ids outside the instance's vocabulary are ignored. Empty: those of the instance's own model folder.
+        """
+
     def __init__(
         self,
         *,
@@ -688,10 +701,11 @@ class InstanceRequest(_message.Message):
         itl_s: _builtins.float = ...,
         step_stretch: _builtins.float = ...,
         begin_s: _builtins.float = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "step_stretch", b"step_stretch", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "cache_salt", b"cache_salt", "choice", b"choice", "emitted_token_ids", b"emitted_token_ids", "eos_token_ids", b"eos_token_ids", "itl_s", b"itl_s", "lora", b"lora", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "step_stretch", b"step_stretch", "stream_epoch", b"stream_epoch", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,7 +46,7 @@ STAGES: Mapping[RequestEvent, str] = {
     RequestEvent.PICKED: "reserve",
     RequestEvent.KV_RESERVED: "wait",
     RequestEvent.PREFILL_STARTED: "prefill",
-    RequestEvent.FIRST_TOKEN: "hand_over",
+    RequestEvent.HAND_OVER_STARTED: "hand_over",
     RequestEvent.KV_LOADED: "schedule",
     RequestEvent.DECODE_STARTED: "decode",
     RequestEvent.PAUSED: "queue",
@@ -282,14 +282,10 @@ def _begun_stages(request: RequestSummary) -> Iterator[tuple[str, float]]:
     over: it is prefilled once it is picked, and decoded from its first token on."""
     marks = [mark for mark in request.marks if mark[0] in STAGES]
     following = [*(event for event, _ in marks[1:]), RequestEvent.KV_RESERVED if request.prefill else None]
-    is_reserved = False
     for (event, at_s), following_event in zip(marks, following, strict=True):
-        is_reserved = event is RequestEvent.KV_RESERVED or (is_reserved and event is not RequestEvent.PICKED)
         name = STAGES[event]
         if event is RequestEvent.PICKED and following_event is not RequestEvent.KV_RESERVED:
             name = "prefill"
-        elif event is RequestEvent.FIRST_TOKEN and not is_reserved:
-            name = "decode"
         yield name, at_s
 
 

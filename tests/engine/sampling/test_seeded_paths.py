@@ -70,8 +70,12 @@ def test_choices_of_one_prompt_differ_and_are_reproducible(checkpoint: Path, pro
     llm = LLM(checkpoint, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=512)
     params = SamplingParams(n=4, temperature=1.0, max_tokens=12, seed=5, ignore_eos=True)
     prompt = max(prompts, key=len)
-    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    first = llm.generate([prompt], params, use_tqdm=False)[0]
+    num_prefilled = llm.core.load.num_prefilled_tokens
+    second = llm.generate([prompt], params, use_tqdm=False)[0]
     choices = [output.token_ids for output in first.outputs]
     assert choices == [output.token_ids for output in second.outputs]
     assert len({tuple(token_ids) for token_ids in choices}) == 4
-    assert first.num_cached_tokens == (len(prompt) - 1) // 16 * 16, "sisters share the prompt's blocks"
+    num_shared = (len(prompt) - 1) // 16 * 16
+    assert num_prefilled == len(prompt) + 3 * (len(prompt) - num_shared), "sisters share the prompt's blocks"
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, num_shared)

@@ -71,6 +71,16 @@ def test_what_is_found_is_not_computed_and_has_no_event() -> None:
     finish_all(scheduler)
 
 
+def test_what_a_resumed_request_finds_is_part_of_its_prompts_account() -> None:
+    scheduler, _ = seeking()
+    request = add(scheduler, PROMPT, max_tokens=9, output_token_ids=[5, 6])
+    step(scheduler)
+    found(scheduler, request, NUM_SOUGHT)
+    finish_all(scheduler)
+    assert (request.num_cached_tokens, request.num_external_tokens) == (0, NUM_SOUGHT * BLOCK_SIZE)
+    assert scheduler.counters.num_external_tokens == NUM_SOUGHT * BLOCK_SIZE
+
+
 def test_what_a_stream_finds_after_a_preemption_is_no_part_of_its_prompts_account() -> None:
     scheduler, _ = seeking(num_blocks=12)
     add(scheduler, PROMPT, max_tokens=1)

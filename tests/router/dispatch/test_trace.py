@@ -69,6 +69,7 @@ def test_a_split_attempt_measures_prefill_and_hand_over() -> None:
         RequestEvent.KV_RESERVED,
         RequestEvent.PREFILL_STARTED,
         RequestEvent.FIRST_TOKEN,
+        RequestEvent.HAND_OVER_STARTED,
         RequestEvent.KV_LOADED,
         RequestEvent.DECODE_STARTED,
     ]

@@ -181,6 +181,46 @@ def test_usage_counts_every_token_once_and_the_first_prefills_cache() -> None:
     )
 
 
+def counting(made: common_pb2.TokenChunk, **counts: int) -> common_pb2.TokenChunk:
+    """`made` with the counts that an instance sends with its first chunk."""
+    made.usage.CopyFrom(common_pb2.Usage(**counts))
+    return made
+
+
+def test_what_the_first_attempt_found_cached_counts_however_it_ends() -> None:
+    begun = choice()
+    first = counting(chunk(7), cached_tokens=2, stored_tokens=1)
+    assert begun.accept(first)
+    assert (begun.num_cached_tokens, first.HasField("usage")) == (2, False)
+    begun.begin_attempt()
+    second = counting(chunk(8, token_index=1, stream_epoch=2), cached_tokens=3)
+    assert begun.accept(second)
+    assert not second.HasField("usage")
+    last = chunk(9, token_index=2, stream_epoch=2, reason=common_pb2.FINISH_REASON_LENGTH)
+    last.finish.usage.CopyFrom(common_pb2.Usage(cached_tokens=3))
+    begun.accept(last)
+    assert last.finish.usage == common_pb2.Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=2, stored_tokens=1)
+
+
+def test_the_counts_of_the_decode_instance_do_not_reach_the_client() -> None:
+    begun = choice()
+    begun.accept(chunk(7, reason=common_pb2.FINISH_REASON_HAND_OVER))
+    second = counting(chunk(8, token_index=1), cached_tokens=3)
+    assert begun.accept(second)
+    assert (begun.num_cached_tokens, second.HasField("usage")) == (0, False)
+
+
+def test_an_aborted_choice_keeps_its_counts_and_invents_none() -> None:
+    begun = choice()
+    assert begun.abort().finish.usage == common_pb2.Usage(prompt_tokens=3)
+    assert begun.num_cached_tokens is None
+    begun = choice()
+    begun.accept(counting(chunk(7), cached_tokens=2, stored_tokens=1))
+    assert begun.abort().finish.usage == common_pb2.Usage(
+        prompt_tokens=3, completion_tokens=1, cached_tokens=2, stored_tokens=1
+    )
+
+
 def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
     params = SamplingParams(
         n=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**64 - 1, stop=("a", "b"), stop_token_ids=(4,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -10,11 +11,14 @@ import pytest
 
 from protos.tandem.v1 import common_pb2
 from router.dispatch.handler import ResponseWriter
+from router.request.validation import ServedModel
 from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.fakes.model_folder import EOS_ID, write_model_folder
+from tests.fakes.tokens import VOCAB_SIZE
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, status_of
-from tests.router.rig import NOTICED_BY_BEATS, PROMPT, request_of
+from tests.router.rig import NOTICED_BY_BEATS, PROMPT, request_of, running
 from tests.waiting import until
 
 
@@ -33,6 +37,28 @@ async def test_a_stream_continues_exactly_when_its_decode_instance_dies(run: Run
         assert list(resumed.prompt_token_ids) == PROMPT
         assert resumed.stream_epoch == 2
         assert answer.trailers["tandem-decode"] == f"decode-0,{name}"
+
+
+async def test_cached_tokens_are_those_of_the_first_attempt(run: Run) -> None:
+    permits = asyncio.Semaphore(1)
+    decode = decodes(Behaviour(die_at=2, permits=permits, cached_tokens=32), busy(cached_tokens=96))
+    async with run(prefill=0, decode=decode) as rig:
+        answer = await rig.generate(max_tokens=6, permits=permits)
+        assert decode[0].recorded("died")
+        assert answer.finish().usage.cached_tokens == 32
+        assert not any(chunk.HasField("usage") for chunk in answer.chunks())
+
+
+async def test_every_attempt_has_the_eos_ids_of_the_routers_model(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, eos_token_id=[7, EOS_ID, VOCAB_SIZE, -1])
+    permits = asyncio.Semaphore(0)
+    decode = decodes(Behaviour(die_at=2, permits=permits), busy())
+    async with running(ServedModel.from_folder(folder, "fake"), folder, prefill=1, decode=decode) as rig:
+        assert (await rig.generate(max_tokens=6, permits=permits)).is_exactly(6)
+        assert decode[0].recorded("died")
+        for calls in (fake.recorded(fake.role) for fake in [*rig.prefill, *decode]):
+            assert calls
+            assert all(list(call.detail.request.eos_token_ids) == [7, EOS_ID] for call in calls)
 
 
 @pytest.mark.parametrize("streams_tokens", [True, False])

@@ -18,9 +18,11 @@ from router.autoscaler.settings import DecodePolicy
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import RequestLog, RequestSummary, TokenGaps
 from serving.logging import RequestEvent
+from tests.fakes.behaviour import Behaviour
 from tests.router.api.live.synthetic import STAGES
 from tests.router.autoscaler.builders import instance, starting
 from tests.router.conftest import Run
+from tests.router.failing import busy, decodes
 from tests.router.rig import SHORT
 from tests.waiting import until
 
@@ -151,6 +153,17 @@ async def test_a_request_that_one_instance_computes_is_prefilled_and_decoded_the
             permits.release()
         await call
         assert [name for name, _ in stages_of(log.ended[0])] == ["queue", "pick", "prefill", "decode"]
+
+
+async def test_a_resumed_attempt_has_a_hand_over_of_its_own(run: Run) -> None:
+    permits = asyncio.Semaphore(0)
+    decode = decodes(Behaviour(die_at=2, permits=permits), busy())
+    async with run(decode=decode, disaggregation={"mode": "always"}) as rig:
+        log = rig.app.service.metrics.log = RequestLog()
+        await rig.generate(max_tokens=12, permits=permits)
+        assert decode[0].recorded("died")
+        attempt = ["pick", "reserve", "wait", "prefill", "hand_over", "schedule", "decode"]
+        assert [name for name, _ in stages_of(log.ended[0])] == ["queue", *attempt, *attempt]
 
 
 def test_lists_of_requests_are_bounded_and_each_end_is_listed_once() -> None:
