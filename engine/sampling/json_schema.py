@@ -18,6 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
+from engine.sampling.json_values import hashable, long_integer, types_of
 
 MAX_JSON_DEPTH = 100
 MAX_DEPTH = 32
@@ -127,6 +128,8 @@ class _Checker:
         self._values: dict[int, frozenset[Hashable] | None] = {}
         self._types_by_schema: dict[int, set[str]] = {}
         self._disjoint: dict[tuple[int, int], bool] = {}
+        self._searched: set[int] = set()
+        """The schemas whose values are searched for long integers already."""
         self._num_schemas = 0
         self._num_properties = 0
         self._num_values = 0
@@ -182,8 +185,13 @@ class _Checker:
             raise _wrong(path, keyword, f"makes more than {MAX_ENUM_VALUES} values in all")
         types = self._types(schema, path) if "type" in schema else set(_TYPES)
         for value in values:
-            if types.isdisjoint(_types_of(value)):
+            if types.isdisjoint(types_of(value)):
                 raise _wrong(path, keyword, f"has {shown(value)}, which is not of type {', '.join(sorted(types))}")
+        if id(schema) not in self._searched:  # it may be reached by several references
+            self._searched.add(id(schema))
+            if (number := long_integer(values)) is not None:
+                problem = f"has {shown(number)}, which has more than 64 bits"
+                raise _wrong(path, keyword, problem, "integers of 64 bits, or strings")
 
     def _check_branches(self, branches: Any, keyword: str, path: str) -> None:
         if not isinstance(branches, list) or not branches:
@@ -369,7 +377,7 @@ class _Checker:
         """The values of a schema that lists them."""
         if id(schema) not in self._values:
             values = _constants(schema)
-            self._values[id(schema)] = None if values is None else frozenset(map(_hashable, values))
+            self._values[id(schema)] = None if values is None else frozenset(map(hashable, values))
         return self._values[id(schema)]
 
     def _resolved(self, schema: Any, path: str) -> dict[str, Any]:
@@ -384,7 +392,7 @@ class _Checker:
         if id(schema) not in self._types_by_schema:
             types = self._types(schema, path) or set(_TYPES)
             if (values := _constants(schema)) is not None:
-                types = {name for value in values for name in _types_of(value)}
+                types = {name for value in values for name in types_of(value)}
             types = {"number" if name == "integer" else name for name in types}
             self._types_by_schema[id(schema)] = types
         return self._types_by_schema[id(schema)]
@@ -440,35 +448,6 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
     """The values of a schema that lists them."""
     return [schema["const"]] if "const" in schema else _listed(schema["enum"]) if "enum" in schema else None
-
-
-def _hashable(value: Any) -> Hashable:
-    """Equal for equal values of JSON."""
-    match value:
-        case list():
-            return tuple(map(_hashable, value))
-        case dict():
-            return frozenset((name, _hashable(one)) for name, one in value.items())
-        case _:
-            return value  # type: ignore[no-any-return]
-
-
-def _types_of(value: Any) -> set[str]:
-    match value:
-        case None:
-            return {"null"}
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"integer", "number"} if value.is_integer() else {"number"}
-        case str():
-            return {"string"}
-        case list():
-            return {"array"}
-        case _:
-            return {"object"}
 
 
 def without_annotations(schema: Any, depth: int = 0) -> Any:

@@ -223,7 +223,7 @@ class ReasoningParser:
         return False
 
 
-class _Brackets:
+class Brackets:
     """How far a JSON object reaches. Sees each character once."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class ToolCallParser:
         self._buffer = ""
         self._raw = ""
         """What was read since the last content or call: content, unless a call follows."""
-        self._brackets = _Brackets()
+        self._brackets = Brackets()
         self._depth = 0
         """Of the brackets around the arguments."""
         self.num_calls = 0

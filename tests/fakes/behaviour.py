@@ -54,7 +54,7 @@ class Behaviour:
     mute_logprobs_at: int | None = None
     """Emits the token with this index without the log-probabilities that were asked for."""
     stop_at: int | None = None
-    """Ends with STOP at the token with this index."""
+    """Ends with STOP at the token with this index, by the request's first stop string or token id if it has one."""
     writes: str = ""
     """Its text, three characters a token, which ends with STOP; empty: that of its tokens."""
     constraints: Sequence[str] = CONSTRAINTS

@@ -311,6 +311,10 @@ class FakeInstance:
             reason = self._reason(position, params.max_tokens, hand_over)
             if reason:
                 chunk.finish.reason = reason
+                if position == behaviour.stop_at and params.stop:
+                    chunk.finish.stop_string = params.stop[0]
+                elif position == behaviour.stop_at and params.stop_token_ids:
+                    chunk.finish.stop_token_id = params.stop_token_ids[0]
                 chunk.finish.usage.completion_tokens = len(emitted)
                 chunk.finish.usage.cached_tokens = 16 if hand_over else behaviour.cached_tokens
             elif position == first:

@@ -170,9 +170,13 @@ class Exchange(Response):
 
     async def begin_events(self, headers: Mapping[str, str]) -> None:
         self._has_begun = True
-        # X-Accel-Buffering: nginx would hold events back.
-        head = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        head |= self.last_headers()
+        head = {
+            "content-type": "text/event-stream; charset=utf-8",  # without charset Python's requests reads Latin-1
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx would hold events back
+            **headers,
+            **self.last_headers(),
+        }
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in head.items()]
         await self._send({"type": "http.response.start", "status": status.HTTP_200_OK, "headers": pairs})
         self._last_event_s = time.monotonic()

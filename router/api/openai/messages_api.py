@@ -221,22 +221,27 @@ def _messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
                 function = {"name": text_member(block, "name", where), "arguments": arguments}
                 calls.append({"id": text_member(block, "id", where), "function": function})
             case ("user", "tool_result"):
-                joined = joined_parts(block.get("content") or "", where)
-                content = text_member({"content": joined}, "content", where)
                 call_id = text_member(block, "tool_use_id", where)
-                results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+                results.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
             case ("assistant", "thinking"):
                 thoughts.append(text_member(block, "thinking", where))
             case ("assistant", "redacted_thinking"):
                 pass
             case (_, other):
                 raise invalid_argument(f"{where}.type", f"{shown(other)} is not supported", _BLOCKS[message.role])
-    rest: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    rest: dict[str, Any] = {"role": message.role, "content": ("" if calls else "\n").join(texts)}
     if calls:
         rest["tool_calls"] = calls
     if thoughts:
         rest["reasoning_content"] = "\n".join(thoughts)
     return results if results and not texts else [*results, rest]
+
+
+def _result(block: dict[str, Any], where: str) -> str:
+    text = text_member({"content": joined_parts(block.get("content") or "", where)}, "content", where)
+    if block.get("is_error") is not True or text.startswith("Error:"):
+        return text
+    return f"Error: {text}" if text else "Error"
 
 
 class MessagesBuilder(BlocksBuilder[MessagesRequest]):

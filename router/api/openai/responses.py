@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from engine.text.chat_output import Brackets
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.exchange import Exchange
@@ -247,7 +248,8 @@ class ResponseBuilder(ABC):
     def __post_init__(self) -> None:
         self._num_prompt = self._num_completion = self._num_cached = 0
         self._offsets: dict[int, TextOffset] = {}
-        self._with_calls: set[int] = set()
+        self._calls: dict[int, Brackets] = {}
+        """Of each choice's last call: `depth` is above 0 until its arguments are complete."""
         self._echoes: dict[int, tuple[str, Logprobs | None]] = {}
 
     @abstractmethod
@@ -276,7 +278,7 @@ class ResponseBuilder(ABC):
         choice = Choice(index, echo + (message.delta.content if message.HasField("delta") else chunk.text))
         choice.reasoning = message.delta.reasoning or UNSET
         if message.delta.tool_calls:
-            self._with_calls.add(index)
+            self._follow_calls(index, message.delta.tool_calls)
             choice.tool_calls = list(map(ToolCall.of, message.delta.tool_calls))
         choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, offset)))
         if self.form.body.return_token_ids:
@@ -284,11 +286,18 @@ class ResponseBuilder(ABC):
             choice.prompt_token_ids = prompt if is_first else UNSET
         if chunk.HasField("finish"):
             choice.finish_reason = finish_reason(chunk.finish)
-            if choice.finish_reason == "stop" and index in self._with_calls:
-                choice.finish_reason = "tool_calls"
             choice.stop_reason = _stop_reason(chunk.finish)
+            is_cut = choice.stop_reason is not None and index in self._calls and self._calls[index].depth > 0
+            if choice.finish_reason == "stop" and index in self._calls and not is_cut:
+                choice.finish_reason = "tool_calls"
             self._num_cached += chunk.finish.usage.cached_tokens if chunk.choice == 0 else 0
         return choice, is_first
+
+    def _follow_calls(self, index: int, parts: Iterable[generation_pb2.ToolCallDelta]) -> None:
+        for part in parts:
+            if part.name:
+                self._calls[index] = Brackets()
+            self._calls[index].find_end(part.arguments, 0, "")
 
     def _usage(self) -> Usage:
         total = self._num_prompt + self._num_completion

@@ -150,13 +150,13 @@ class ResponsesRequest(FrontBody):
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) -> None:
     """Adds an item to the messages; reasoning, text and calls of one answer become one message."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    match "message" if (kind := item.get("type")) is None else kind:
+    match kind := _kind(item):
         case "message":
-            message = {"role": text_member(item, "role", field), "content": _text(item, "content", field)}
-            if last is not None and message["role"] == "assistant" and "content" not in last:
-                last.update(message)
+            role, text = text_member(item, "role", field), _text(item, "content", field)
+            if last is not None and role == "assistant" and ("content" not in last or "tool_calls" in last):
+                last["content"] = last.get("content", "") + text
             else:
-                messages.append(message)
+                messages.append({"role": role, "content": text})
         case "function_call":
             namespace = text_member({"namespace": item.get("namespace") or ""}, "namespace", field)
             name = ToolName(namespace, text_member(item, "name", field))
@@ -171,9 +171,19 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], field: str) 
         case "reasoning":
             thought = _text({"content": item.get("content") or ""}, "content", field, ("reasoning_text",))
             messages.append({"role": "assistant", "reasoning_content": thought})
+        case "item_reference":
+            problem = f"{shown(kind)} is not supported: nothing is stored"
+            raise invalid_argument(f"{field}.type", problem, "the item itself (of clients: the option store=false)")
         case other:
             kinds = "message, function_call, function_call_output, reasoning"
             raise invalid_argument(f"{field}.type", f"{shown(other)} is not supported", kinds)
+
+
+def _kind(item: dict[str, Any]) -> Any:
+    """Messages and references may have no type."""
+    if (kind := item.get("type")) is not None:
+        return kind
+    return "item_reference" if {name for name, value in item.items() if value is not None} == {"id"} else "message"
 
 
 def _text(item: dict[str, Any], name: str, field: str, kinds: Collection[str] = _PARTS) -> str:

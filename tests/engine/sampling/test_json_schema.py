@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.errors import InvalidRequest
 from engine.sampling.json_schema import MAX_DEPTH, json_text, without_annotations
 from tests.engine.sampling.schemas import STRING, check, suite_schemas
 
@@ -81,3 +83,30 @@ def test_a_text_of_json_is_valid_unicode_and_means_the_same(value: Any) -> None:
 def test_a_text_of_json_has_escapes_only_where_it_needs_them() -> None:
     assert json_text({"名": "漢字"}) == '{"名": "漢字"}'
     assert json_text({"名": "\ud83c"}) == r'{"\u540d": "\ud83c"}'
+
+
+LONG = [2**63, -(2**63) - 1, 2**64 - 1, 2**70 + 1]
+
+
+@pytest.mark.parametrize("number", LONG)
+@pytest.mark.parametrize(
+    ("place", "path"),
+    [
+        (lambda one: {"const": one}, "at /: const"),
+        (lambda one: {"type": "integer", "enum": [1, one]}, "at /: enum"),
+        (lambda one: {"properties": {"a": {"enum": ["x", {"ids": [1, one]}]}}}, "at /properties/a: enum"),
+        (lambda one: {"$ref": "#/$defs/a", "$defs": {"a": {"const": [[one]]}}}, "at /$defs/a: const"),
+    ],
+)
+def test_a_value_with_an_integer_of_more_than_64_bits_is_rejected(number: int, place: Any, path: str) -> None:
+    """xgrammar writes it as a rounded number."""
+    said = f"{path} has {number}, which has more than 64 bits; allowed: integers of 64 bits, or strings"
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        check(json_schema=json.dumps(place(number)))
+    tool = {"type": "json_schema", "json_schema": place(number)}
+    with pytest.raises(InvalidRequest, match=re.escape("has more than 64 bits")):
+        check(structural_tag=json.dumps({"type": "structural_tag", "format": tool}))
+
+
+def test_integers_of_64_bits_floats_and_booleans_are_values() -> None:
+    check(json_schema=json.dumps({"enum": [2**63 - 1, -(2**63), 1e22, True, {"a": [False, str(2**64)]}]}))

@@ -51,7 +51,7 @@ async def watching(http: httpx.AsyncClient, **headers: str) -> AsyncIterator[Asy
 
     async with http.stream("GET", "/live", headers=headers) as response:
         assert response.status_code == 200, await response.aread()
-        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         yield states(response)
 
 

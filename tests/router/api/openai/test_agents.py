@@ -134,6 +134,40 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
         assert "mcp__get_weather" in sent(http).sampling.structural_tag
 
 
+def prompt_of(http: HttpRig, model: ServedModel) -> str:
+    """Of the last request."""
+    assert model.tokenizer is not None
+    return model.tokenizer.decode(sent(http).prompt_token_ids, skip_special_tokens=False)
+
+
+async def test_text_behind_a_call_is_of_the_same_message_in_each_api(run_http: RunHttp, model: ServedModel) -> None:
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS[0]}}}</tool_call>'
+    function = {"name": "get_weather", "parameters": SCHEMA}
+    async with run_http(**writing(f"Let me see.\n{call}\nI look.")) as http:
+        tools: Any = [{"type": "function", "function": function}]
+        [choice] = (await accepted(http, "/v1/chat/completions", messages=[USER], tools=tools))["choices"]
+        result = {"role": "tool", "tool_call_id": choice["message"]["tool_calls"][0]["id"], "content": "sun"}
+        history = [USER, choice["message"], result]
+        await accepted(http, "/v1/chat/completions", messages=history, tools=tools)
+        expected = prompt_of(http, model)
+        assert f"assistant: Let me see.\nI look.{call}<eos><turn>tool: sun" in expected
+
+        tools = [{"type": "function", **function}]
+        items = (await accepted(http, "/v1/responses", input=[USER], tools=tools))["output"]
+        assert [item["type"] for item in items] == ["message", "function_call", "message"]
+        result = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "sun"}
+        await accepted(http, "/v1/responses", input=[USER, *items, result], tools=tools)
+        assert prompt_of(http, model) == expected
+
+        asked = {"tools": [{"name": "get_weather", "input_schema": SCHEMA}], "max_tokens": 200}
+        blocks = (await accepted(http, MESSAGES, messages=[USER], **asked))["content"]
+        assert [block["type"] for block in blocks] == ["text", "tool_use", "text"]
+        result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "sun"}
+        history = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+        await accepted(http, MESSAGES, messages=history, **asked)
+        assert prompt_of(http, model) == expected
+
+
 async def test_a_parsed_answer_can_be_sent_back(run_http: RunHttp, model: ServedModel) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA, "strict": True}}
     async with run_http(**writing(TEXT)) as http:

@@ -40,7 +40,7 @@ async def test_head_of_a_stream_ends(run_http: RunHttp) -> None:
     async with run_http(http={"page": True}) as http:
         for _ in range(2):  # the connection is kept
             head = await http.http.head("/live")
-            assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream")
+            assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
 
 
 async def test_head_of_a_router_without_instances_says_so(run_http: RunHttp) -> None:

@@ -79,7 +79,7 @@ async def test_a_stream_has_the_tokens_of_the_grpc_answer(run_http: RunHttp) -> 
 async def test_a_stream_ends_with_done(run_http: RunHttp) -> None:
     async with run_http() as http:
         response = await http.post(prompt=SHORT, max_tokens=2, stream=True)
-        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = response.text.split("\n\n")
         assert len(events) == 4
         assert all(event.startswith("data: {") for event in events[:2])

@@ -124,6 +124,26 @@ async def test_earlier_blocks_become_messages(run_http: RunHttp, model: ServedMo
         )
 
 
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": "no such city", "is_error": True}, "Error: no such city"),
+        ({"content": [{"type": "text", "text": "no such city"}], "is_error": True}, "Error: no such city"),
+        ({"content": "Error: no such city", "is_error": True}, "Error: no such city"),
+        ({"is_error": True}, "Error"),
+        ({"content": "sun", "is_error": False}, "sun"),
+        ({"content": "sun", "is_error": None}, "sun"),
+        ({}, ""),
+    ],
+)
+def test_the_result_of_a_tool_that_failed_says_so(result: dict[str, Any], text: str) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}
+    answered = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", **result}]}
+    history = [USER, {"role": "assistant", "content": [call]}, answered]
+    body = MessagesRequest.parse(json.dumps(asking(messages=history)).encode())
+    assert body.chat()["messages"][-1] == {"role": "tool", "tool_call_id": "t", "content": text}
+
+
 async def test_a_tool_choice_is_a_constraint(run_http: RunHttp) -> None:
     async with run_http(**writing("ok")) as http, client_of(http) as client:
         for choice, is_single in (({"type": "any"}, False), ({"type": "tool", "name": "get_weather"}, True)):

@@ -224,12 +224,19 @@ def test_what_newer_clients_add_changes_no_request() -> None:
     assert bodies[0].requests("label") == bodies[1].requests("label")
 
 
+REFERENCE = "'item_reference' is not supported: nothing is stored; allowed: the item itself (of clients: the option "
+
+
 @pytest.mark.parametrize(
     ("options", "param", "said"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "is of type 'input_image'"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "'web_search_call' is not supported"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type", REFERENCE),
+        ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1].type", REFERENCE),
+        ({"input": [{"type": None, "id": "msg_1"}]}, "input[0].type", REFERENCE),
+        ({"input": [{"type": "message", "id": "msg_1"}]}, "input[0].role", "is not a string"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].arguments", "is not a string"),
         ({"instructions": "s", "input": [{"role": "user", "content": 5}]}, "input[0].content", "5 is not a string"),
         ({"instructions": "s", "input": [{"role": "owl", "content": "x"}]}, "input", "'owl'"),

@@ -140,6 +140,34 @@ async def test_max_tokens_in_the_middle_of_a_call_is_length(run_http: RunHttp) -
         assert call.function.arguments != ARGUMENTS[0]
 
 
+FIRST_END = CALLS.index(ARGUMENTS[0]) + len(ARGUMENTS[0])
+SECOND = CALLS.index(ARGUMENTS[1])
+
+
+@pytest.mark.parametrize("options", [{"stop": ["a stop"]}, {"extra_body": {"stop_token_ids": [7]}}, {}])
+@pytest.mark.parametrize(
+    ("num_chars", "num_calls", "reason"),
+    [
+        (FIRST_END - 3, 1, "stop"),
+        (FIRST_END, 1, "tool_calls"),
+        (SECOND - 30, 1, "tool_calls"),
+        (SECOND + 6, 2, "stop"),
+        (len(CALLS), 2, "tool_calls"),
+    ],
+)
+async def test_a_stop_string_in_the_middle_of_a_call_is_stop(
+    run_http: RunHttp, num_chars: int, num_calls: int, reason: str, options: dict[str, Any]
+) -> None:
+    """Without one the model itself ended the answer there, and its client reads the call and rejects it."""
+    expected = reason if options else "tool_calls"
+    fleet = writing(CALLS, stop_at=-(-num_chars // 3) - 1)
+    fleet["decode"][1].behaviour.num_waiting = 50  # the first one gets the request
+    async with run_http(**fleet) as http:
+        [choice] = (await chat(http, **options)).choices
+        assert (len(choice.message.tool_calls), choice.finish_reason) == (num_calls, expected)
+        assert (await streamed(http, **options))[2] == expected
+
+
 async def test_without_parallel_calls_there_is_one(run_http: RunHttp) -> None:
     async with run_http(**writing(TEXT)) as http:
         _, calls, reason = await streamed(http, parallel_tool_calls=False)
