@@ -310,11 +310,7 @@ class FakeInstance:
             emitted.append(token_id)
             reason = self._reason(position, params.max_tokens, hand_over)
             if reason:
-                chunk.finish.reason = reason
-                if position == behaviour.stop_at and params.stop:
-                    chunk.finish.stop_string = params.stop[0]
-                elif position == behaviour.stop_at and params.stop_token_ids:
-                    chunk.finish.stop_token_id = params.stop_token_ids[0]
+                chunk.finish.CopyFrom(self._finish(position, params, reason))
                 chunk.finish.usage.completion_tokens = len(emitted)
                 chunk.finish.usage.cached_tokens = 16 if hand_over else behaviour.cached_tokens
             elif position == first:
@@ -327,6 +323,16 @@ class FakeInstance:
     def _text_of(self, position: int, token_id: int) -> str:
         written = self.behaviour.writes
         return written[3 * position : 3 * position + 3] if written else text_of([token_id])
+
+    def _finish(
+        self, position: int, params: common_pb2.SamplingParams, reason: common_pb2.FinishReason.ValueType
+    ) -> common_pb2.Finish:
+        finish = common_pb2.Finish(reason=reason)
+        if position == self.behaviour.stop_at and params.stop:
+            finish.stop_string = params.stop[0]
+        elif position == self.behaviour.stop_at and params.stop_token_ids:
+            finish.stop_token_id = params.stop_token_ids[0]
+        return finish
 
     def _reason(self, position: int, max_tokens: int, hand_over: bool) -> common_pb2.FinishReason.ValueType | None:
         num_written = (len(self.behaviour.writes) + 2) // 3

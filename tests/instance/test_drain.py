@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing
 from pathlib import Path
@@ -227,6 +228,29 @@ async def test_a_signal_limits_a_drain_that_a_call_has_begun_to_the_instance_s_o
         rig.signals.request_stop()
         await until(lambda: rig.server.reporter.latest.moving_out)
         assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
+        assert await within(ending) == EXIT_CUT_OFF
+
+
+async def test_a_signal_that_comes_while_requests_are_still_accepted_limits_such_a_drain_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = {"drain_accept_s": 0.1, "drain_grace_s": 0.4, "drain_move_s": 0.1}
+    is_over = asyncio.Event()
+
+    async def accept_for(seconds: float) -> None:
+        await is_over.wait()
+
+    async with running(folder, DECODE, server=server, instance=LONG_BEAT) as rig:
+        drain = rig.server._drain
+        monkeypatch.setattr(drain, "_accept_for", accept_for)
+        call = await decoding(rig)
+        ending = asyncio.create_task(serve(rig.server, rig.signals))
+        await rig.instance.Drain(instance_pb2.DrainRequest(grace_s=3600.0))
+        await until(lambda: drain.draining)
+        rig.signals.request_stop()
+        await until(lambda: drain._end_s < math.inf)
+        is_over.set()
+        assert (await within(refusal(call))).code() is grpc.StatusCode.UNAVAILABLE
         assert await within(ending) == EXIT_CUT_OFF
 
 

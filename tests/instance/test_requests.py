@@ -100,6 +100,7 @@ def test_ids_after_the_stop_string_are_not_delivered() -> None:
     chunk = begin(stop=("!",)).chunk(tokens(ids))
     assert list(chunk.token_ids) == byte_level().encode("x!")
     assert chunk.text == "x"
+    assert chunk.finish.usage.completion_tokens == len(chunk.token_ids)
 
 
 def test_text_that_waits_is_delivered_at_the_end_and_not_at_a_hand_over() -> None:

@@ -141,6 +141,9 @@ async def test_the_id_of_a_running_request_is_refused_and_its_lease_left_alone(r
         ("no_room", grpc.StatusCode.RESOURCE_EXHAUSTED),
         ("too_large", grpc.StatusCode.RESOURCE_EXHAUSTED),
         ("timeout", grpc.StatusCode.ABORTED),
+        ("id_in_use", grpc.StatusCode.ALREADY_EXISTS),
+        ("nothing_allowed", grpc.StatusCode.INVALID_ARGUMENT),
+        ("invalid_constraint", grpc.StatusCode.INVALID_ARGUMENT),
         (None, grpc.StatusCode.INTERNAL),
     ],
 )

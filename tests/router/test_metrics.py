@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import socket
 import time
@@ -274,6 +275,74 @@ async def test_current_requests_are_reported(run: Run) -> None:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await rig.until_idle(20)
+
+
+async def test_a_resumption_is_no_retry_and_tokens_are_counted_by_their_kind(run: Run) -> None:
+    decode = [
+        FakeInstance("decode", "decode-0", behaviour=Behaviour(die_at=5)),
+        FakeInstance("decode", "decode-1", behaviour=Behaviour(num_running=9)),
+    ]
+    decode[1:1] = [FakeInstance("decode", "decode-2", behaviour=Behaviour(die_at=9, num_running=5))]
+    async with run(metrics=METRICS, prefill=0, decode=decode) as rig:
+        assert (await rig.generate(max_tokens=20)).is_exactly(20)
+        await until_ended(rig, 1)
+        samples = await scrape(rig)
+        assert [value(samples, "failovers_total", kind=kind) for kind in ("retried", "resumed")] == [0, 2]
+        assert value(samples, "prompt_tokens_total") == len(PROMPT)
+        assert value(samples, "output_tokens_total") == 20
+
+
+async def test_what_waits_is_reported_by_requests_tokens_and_tenants(run: Run) -> None:
+    permits = asyncio.Semaphore(0)
+    behaviour = Behaviour(permits=permits, load_age_s=1000.0)  # reports are older than the request
+    decode = [FakeInstance("decode", "decode-0", behaviour=behaviour)]
+    admission = {"max_requests": 1, "tenant_key": "x-tenant", "yield_after_s": 1000.0}
+    async with run(metrics=METRICS, prefill=0, decode=decode, admission=admission) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=10))
+        await decode[0].until("decode")
+        calls = [
+            rig.stub.Generate(request_of(max_tokens=7), timeout=20, metadata=(("x-tenant", tenant),))
+            for tenant in ("alice", "alice", "bob")
+        ]
+        await until(lambda: rig.app.admission.num_queued == 3)
+        samples = await scrape(rig)
+        assert value(samples, "requests", state="queued") == 3
+        assert value(samples, "tokens", state="queued") == 3 * (len(PROMPT) + 7)
+        assert value(samples, "waiting_tenants") == 2
+        whose = {"role": "decode", "instance": "decode-0"}
+        assert value(samples, "instance_requests", **whose, state="unreported") == 1
+        for call in calls:
+            call.cancel()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_requests_that_wait_for_the_first_instance_are_reported_as_queued(run: Run) -> None:
+    async with run(metrics=METRICS, prefill=0, decode=0, admission={"instance_wait_s": 60.0}) as rig:
+        waiting = asyncio.create_task(rig.generate())
+        await until(lambda: rig.app.admission.num_held == 1)
+        assert value(await scrape(rig), "requests", state="queued") == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_what_was_ejected_paused_rejected_and_resumed_is_reported(run: Run) -> None:
+    async with run(metrics=METRICS, prefill=0, decode=2) as rig:
+        key = rig.app.pools.decode.instances[0].key
+        assert key is not None
+        rig.app.safeguards.decode.crashed(key)
+        rig.app.admission.num_paused = 3
+        rig.app.safeguards.poison._rejected_until_s[b"digest"] = math.inf
+        permits = [rig.app.safeguards.budget.resume() for _ in range(2)]
+        samples = await scrape(rig)
+        assert value(samples, "instances", role="decode", state="ejected") == 1
+        assert value(samples, "instances", role="decode", state="ready") == 1
+        assert value(samples, "instances", role="prefill", state="ejected") == 0
+        assert value(samples, "streams_paused_total") == 3
+        assert value(samples, "quarantined_requests") == 1
+        assert value(samples, "failovers_under_way") == 2
+        for permit in permits:
+            permit.close()
 
 
 async def test_the_document_names_every_metric_and_no_other(run: Run) -> None:

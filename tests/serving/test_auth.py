@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from serving.auth import BearerTokens
-from serving.errors import Unauthenticated
+from serving.auth import BearerTokens, certificate_authorizer
+from serving.errors import PermissionDenied, Unauthenticated
 from serving.settings import SettingsError
 from tests.certificates import replace
 
@@ -60,6 +62,34 @@ def test_every_wrong_one_is_refused_in_the_same_words(
 def test_a_missing_one_is_asked_for(path: Path, metadata: tuple[tuple[str, str | bytes], ...] | None) -> None:
     with pytest.raises(Unauthenticated, match=r"^no bearer token: send `authorization: Bearer <token>`"):
         BearerTokens(path, "auth.tokens_file").tenant_of(metadata)
+
+
+def test_digests_are_compared_to_their_ends_and_may_name_their_algorithm(path: Path) -> None:
+    digest = hashlib.sha256(ALICE.encode()).hexdigest()
+    path.write_text(f"alice: sha256:{digest.upper()}\n")
+    assert BearerTokens(path, "auth.tokens_file").tenant_of(bearer(ALICE)) == "alice"
+    path.write_text(f"alice: {digest[:-1]}{'1' if digest.endswith('0') else '0'}\n")
+    with pytest.raises(Unauthenticated):
+        BearerTokens(path, "auth.tokens_file").tenant_of(bearer(ALICE))
+
+
+def test_the_digest_of_nothing_admits_no_call_without_a_token(path: Path) -> None:
+    path.write_text(line("alice", ""))
+    for value in ("", "Bearer", "Bearer ", "Basic x"):
+        with pytest.raises(Unauthenticated):
+            BearerTokens(path, "auth.tokens_file").tenant_of((("authorization", value),))
+
+
+@pytest.mark.parametrize("kind", ["x509_common_name", "x509_subject_alternative_name"])
+def test_a_certificate_may_carry_an_allowed_name_of_either_kind(kind: str) -> None:
+    def context(*names: bytes) -> Any:
+        return SimpleNamespace(auth_context=lambda: {kind: names, "x509_pem_cert": [b"router"]})
+
+    authorize = certificate_authorizer(("router", "10.0.0.7"))
+    authorize(context(b"other", b"router"))
+    for names in ((), (b"other",), (b"router2",), (b"\xff",)):
+        with pytest.raises(PermissionDenied):
+            authorize(context(*names))
 
 
 def test_tokens_come_and_go_with_the_file_and_a_bad_file_changes_nothing(

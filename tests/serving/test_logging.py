@@ -89,6 +89,44 @@ def test_credentials_are_blanked(kind: str) -> None:
     assert "ValueError" in stream.getvalue()
 
 
+@pytest.mark.parametrize("kind", ["json", "human"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://:hunter2@host:6379/0",
+        "Authorization: Basic aHVudGVyMg==",
+        "authorization: bearer hunter2hunter2",
+        "api_key=hunter2",
+        "Api-Key: hunter2",
+        "apikey=hunter2",
+        "PASSWORD = hunter2",
+        "secret: hunter2",
+        "access_token=hunter2&x=1",
+        "access-token: hunter2",
+    ],
+)
+def test_credentials_of_every_form_are_blanked_in_messages_fields_and_tracebacks(kind: str, text: str) -> None:
+    stream = written(kind)
+    try:
+        raise ValueError(text)
+    except ValueError:
+        log.exception("it said %s", text, extra={"fields": {"answer": text}})
+    assert stream.getvalue().count("[redacted]") == 3
+    assert "hunter2" not in stream.getvalue()
+    assert "aHVudGVyMg" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["json", "human"])
+@pytest.mark.parametrize(
+    "name", ["authorization", "api_key", "credentials", "password", "secret", "access_token", "Authorization"]
+)
+def test_fields_with_the_name_of_a_secret_are_blanked(kind: str, name: str) -> None:
+    stream = written(kind)
+    log.info("asked", extra={"fields": {name: "hunter2"}})
+    assert "[redacted]" in stream.getvalue()
+    assert "hunter2" not in stream.getvalue()
+
+
 def test_a_traceback_for_people_is_indented_below_its_line() -> None:
     stream = written("human")
     try:

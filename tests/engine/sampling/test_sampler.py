@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -63,6 +64,17 @@ def test_uniforms_are_uniform_and_their_coordinates_independent() -> None:
 
 
 # The distribution
+
+
+def test_the_tokens_that_reach_top_p_exactly_are_all_that_stay() -> None:
+    """Weights 1, 1/2 and 0: the first alone has two thirds."""
+    logits = torch.tensor([[0.0, -1.0, -1e4]])
+    row = sampling_row(temperature=1 / math.log(2), top_p=2 / 3)
+    positions = [position for position in range(200) if uniform(row.seed, row.choice, position) > 0.7]
+    assert positions
+    assert {sample(logits, [replace(row, position=position)])[0] for position in positions} == {0}
+    more = replace(row, params=msgspec.structs.replace(row.params, top_p=0.667))
+    assert {sample(logits, [replace(more, position=position)])[0] for position in positions} == {1}
 
 
 def slow_probabilities(logits: torch.Tensor, row: SamplingRow) -> np.ndarray[Any, Any]:

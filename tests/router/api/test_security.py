@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.tandem.v1 import generation_pb2, pools_pb2, pools_pb2_grpc, signals_pb2, signals_pb2_grpc
+from protos.tandem.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    pools_pb2,
+    pools_pb2_grpc,
+    signals_pb2,
+    signals_pb2_grpc,
+)
 from router.api.security import AuthSettings, RouterTlsSettings, Security
 from router.request.caller import Caller
 from serving.channel import open_channel
+from serving.errors import Unauthenticated
 from serving.interceptor import Context
 from serving.limits import CONTROL
 from serving.server import HealthSettings, ServerSettings
@@ -90,7 +99,8 @@ async def test_calls_without_a_known_token_are_rejected_and_health_and_reflectio
         assert await ask(rig, ALICE)
         health = health_pb2_grpc.HealthStub(rig.channel)
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)).status == 1
-        assert await code_of(rig.stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), metadata=bearer(BOB)))
+        call = rig.stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=TIMEOUT_S, metadata=bearer(BOB))
+        assert await code_of(call) is grpc.StatusCode.OK
 
 
 async def test_a_token_that_is_removed_from_the_file_is_rejected_at_once(run: Run, tokens: Path) -> None:
@@ -192,6 +202,8 @@ async def test_with_tls_operators_show_a_certificate_and_clients_need_none(run: 
         async with open_channel(rig.app.address, PATIENT, tls=type(files.tls())(files.ca)) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)).status == 1
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            assert await code_of(stub.Abort(generation_pb2.AbortRequest(), timeout=TIMEOUT_S)) is grpc.StatusCode.OK
         assert await listed(rig, files, with_certificate=False) is grpc.StatusCode.UNAVAILABLE
         assert await listed(rig, files, with_certificate=True) is grpc.StatusCode.PERMISSION_DENIED
         operator = files_of(tmp_path, "operator", authority)
@@ -204,6 +216,30 @@ async def test_with_tls_and_tokens_operators_need_the_token_alone(run: Run, tmp_
     async with secured(run, files, auth=auth) as rig:
         assert await listed(rig, files, with_certificate=False, token=OPERATOR) is grpc.StatusCode.OK
         assert await listed(rig, files, with_certificate=True) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_where_certificates_are_required_they_and_tokens_are_both_needed_at_each_port(
+    run: Run, tmp_path: Path, tokens: Path
+) -> None:
+    authority = StackCa()
+    files, named = files_of(tmp_path, "router", authority), files_of(tmp_path, "client", authority)
+    auth = {"tokens_file": tokens, "admin_tokens_file": write_tokens(tmp_path / "admin", ops=[OPERATOR])}
+    tls = {"require_client_cert": True, "client_names": ("client",)}
+    async with secured(run, files, tls=tls, auth=auth) as rig:
+
+        async def aborted(own: Files, token: str, *, with_certificate: bool = True) -> grpc.StatusCode:
+            shown = own.tls() if with_certificate else type(own.tls())(own.ca)
+            async with open_channel(rig.app.address, PATIENT, tls=shown) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                return await code_of(
+                    stub.Abort(generation_pb2.AbortRequest(), timeout=TIMEOUT_S, metadata=bearer(token))
+                )
+
+        for call, token in ((aborted, ALICE), (partial(listed, rig), OPERATOR)):
+            assert await call(named, token=token, with_certificate=False) is grpc.StatusCode.UNAVAILABLE
+            assert await call(files, token=token, with_certificate=True) is grpc.StatusCode.PERMISSION_DENIED
+            assert await call(named, token="unknown", with_certificate=True) is grpc.StatusCode.UNAUTHENTICATED
+            assert await call(named, token=token, with_certificate=True) is grpc.StatusCode.OK
 
 
 async def test_a_router_with_tls_rejects_instances_without(
@@ -257,6 +293,7 @@ async def test_routers_show_each_other_certificates_where_they_tell_their_signal
             (security.dial_router(server.address, PATIENT, "routers.example"), grpc.StatusCode.OK),
             (security.dial_router(server.address, PATIENT, "others.example"), grpc.StatusCode.UNAVAILABLE),
             (plain, grpc.StatusCode.UNAVAILABLE),
+            (open_channel(server.address, PATIENT, tls=type(files.tls())(files.ca)), grpc.StatusCode.UNAVAILABLE),
         ):
             async with channel:
                 stub = health_pb2_grpc.HealthStub(channel)
@@ -265,6 +302,25 @@ async def test_routers_show_each_other_certificates_where_they_tell_their_signal
         await server.stop()
     with pytest.raises(SettingsError, match="not a private address"):
         Security(RouterTlsSettings(), AuthSettings()).signals_server(ServerSettings(host="0.0.0.0"))
+
+
+async def test_without_tls_gateways_ask_on_private_addresses_alone_unless_that_is_lifted(tmp_path: Path) -> None:
+    security = Security(RouterTlsSettings(), AuthSettings())
+    security.picker_server(ServerSettings(host="127.0.0.1"))
+    with pytest.raises(SettingsError, match=r"endpoint_picker\.listen: 0\.0\.0\.0 is not a private address"):
+        security.picker_server(ServerSettings(host="0.0.0.0"))
+    security.picker_server(ServerSettings(host="0.0.0.0", allow_plaintext=True))
+    tls = RouterTlsSettings(**files_of(tmp_path, "router", StackCa()).section())
+    Security(tls, AuthSettings()).picker_server(ServerSettings(host="0.0.0.0"))
+
+
+def test_with_tls_the_live_page_needs_operators_tokens(tmp_path: Path) -> None:
+    tls = RouterTlsSettings(**files_of(tmp_path, "router", StackCa()).section())
+    with pytest.raises(SettingsError, match=r"http\.page: .* give auth\.admin_tokens_file"):
+        Security(tls, AuthSettings()).page_authorizer("127.0.0.1:8000")
+    auth = AuthSettings(admin_tokens_file=write_tokens(tmp_path / "admin", ops=[OPERATOR]))
+    with pytest.raises(Unauthenticated):
+        Security(tls, auth).page_authorizer("127.0.0.1:8000")(())
 
 
 class Signals:

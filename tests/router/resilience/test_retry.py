@@ -135,6 +135,20 @@ async def test_what_no_instance_would_accept_is_sent_once(run: Run) -> None:
         assert not rig.decode[1].recorded("decode")
 
 
+class Status(ServiceError):
+    def __init__(self, code: grpc.StatusCode) -> None:
+        super().__init__("the instance's own")
+        self.code = code  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["UNKNOWN", "DATA_LOSS", "CANCELLED", "FAILED_PRECONDITION"])
+async def test_a_status_that_is_not_the_requests_fault_is_tried_elsewhere(run: Run, name: str) -> None:
+    refused = Behaviour(refuse=Status(grpc.StatusCode[name]))
+    async with run(prefill=0, decode=decodes(refused, busy())) as rig:
+        assert (await rig.generate()).is_exactly(12)
+        assert rig.decode[0].recorded("refused")
+
+
 REJECTIONS = (PermissionDenied("no name (tls)"), Unauthenticated("no token (tls)"), AlreadyExists("used (tls)"))
 """Of the router, whatever the request."""
 
@@ -213,6 +227,17 @@ def test_overload_everywhere_keeps_its_kind_and_gets_a_hint() -> None:
 def test_an_internal_error_is_retried_once() -> None:
     assert failures(("internal", False)) is None
     assert isinstance(failures(("internal", False), ("internal", True)), InternalError)
+
+
+def test_what_reported_an_internal_error_is_not_used_again_after_a_wait() -> None:
+    history, error = AttemptHistory(), Unavailable("gone")
+    internal, full, lost = (InstanceKey(name, "") for name in ("internal", "full", "lost"))
+    history.record(CallFailed(internal, "decode", "internal", error, ""), progressed=False)
+    history.record(CallFailed(full, "decode", "refused", error, ""), progressed=False)
+    history.record(CallFailed(lost, "decode", "broken", error, "", death="vanished"), progressed=False)
+    assert (history.excluded, history.vanished) == ({internal, full, lost}, {lost})
+    history.forgive()
+    assert (history.excluded, history.vanished) == ({internal}, set())
 
 
 # The retry budget

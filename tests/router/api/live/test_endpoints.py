@@ -181,6 +181,7 @@ async def test_operators_need_their_token(run_http: RunHttp, tmp_path: Path) -> 
         ({"host": "[::1]:8000"}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"host": "localhost:8000", "origin": "http://localhost:9000"}, 403),
         ({"host": "evil.example", "origin": "http://evil.example"}, 403),
         ({"host": "["}, 403),
         ({"origin": "http://["}, 403),

@@ -80,6 +80,8 @@ async def test_a_stream_ends_with_done(run_http: RunHttp) -> None:
     async with run_http() as http:
         response = await http.post(prompt=SHORT, max_tokens=2, stream=True)
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["x-accel-buffering"] == "no", "nginx would hold the events back"
+        assert response.headers["cache-control"] == "no-cache"
         events = response.text.split("\n\n")
         assert len(events) == 4
         assert all(event.startswith("data: {") for event in events[:2])
