@@ -6,7 +6,8 @@ I/O runs on threads of the connector, which calls `wake` when some has ended, so
     blocks of a request ──request_finished() → True──▶ held by the connector ──poll().freed_request_ids──▶ free
 
 A block that I/O may access is never free: `request_finished` returns True while a read or write is in flight, whether
-the request finished or was aborted.
+the request finished or was aborted. Once the connector has abandoned that I/O, and cancelled what it had not begun, it
+can name the blocks that the rest accesses (`KVConnectorOutput.needed`): a store that hangs keeps no others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class KVLoadResult:
     reason: str | None = None
     retained_id: str | None = None
     """Set if abandoned reads may still write: the blocks past the verified ones stay with the connector until poll()
-    lists this id as freed, and the request computes into other blocks."""
+    lists this id as freed, or names those that are needed, and the request computes into other blocks."""
 
 
 @dataclass(slots=True)
@@ -53,6 +54,9 @@ class KVConnectorOutput:
     loaded: list[KVLoadResult] = field(default_factory=list)
     freed_request_ids: list[str] = field(default_factory=list)
     """Finished requests and retained ids whose blocks the connector no longer needs."""
+    needed: dict[str, frozenset[int]] = field(default_factory=dict)
+    """Of finished requests and retained ids whose I/O was abandoned: the only blocks that the connector needs from now
+    on. Of an id that is never named it needs all, until it is freed."""
     events: list[Event] = field(default_factory=list)
     num_expired_leases: int = 0
 

@@ -48,6 +48,8 @@ class MultiConnector:
         self._block_size = 0
         self._searches: dict[str, _Search] = {}
         self._held: Counter[str] = Counter()  # request_id or retained id → connectors that still need its blocks
+        self._needed: dict[str, dict[int, frozenset[int]]] = {}
+        """By the same ids, of the connectors that need no longer all of its blocks: those that they need."""
 
     # Scheduler side
 
@@ -111,6 +113,13 @@ class MultiConnector:
                     output.loaded.append(final)
             for request_id in polled.freed_request_ids:
                 self._free(index, request_id, output.freed_request_ids)
+            for request_id, block_ids in polled.needed.items():
+                self._needed.setdefault(self._known(index, request_id), {})[index] = block_ids
+        output.needed = {
+            known: frozenset().union(*needed.values())
+            for known, needed in self._needed.items()
+            if len(needed) == self._held[known]
+        }
         return output
 
     def next_deadline_s(self) -> float | None:
@@ -170,11 +179,17 @@ class MultiConnector:
 
     def _free(self, index: int, request_id: str, freed: list[str]) -> None:
         """One connector no longer needs these blocks; the last one frees them."""
-        known = request_id if request_id in self._held else _retained(index, request_id)
+        known = self._known(index, request_id)
         self._held[known] -= 1
+        self._needed.get(known, {}).pop(index, None)
         if not self._held[known]:
             del self._held[known]
+            self._needed.pop(known, None)
             freed.append(known)
+
+    def _known(self, index: int, request_id: str) -> str:
+        """What the engine calls it: a request's id, or what a connector has retained."""
+        return request_id if request_id in self._held else _retained(index, request_id)
 
 
 def _retained(index: int, retained_id: str) -> str:

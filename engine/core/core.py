@@ -139,6 +139,7 @@ class EngineCore:
         self._events: list[Event] = []
         self._loaded: list[KVLoadResult] = []
         self._freed_request_ids: list[str] = []
+        self._needed: dict[str, frozenset[int]] = {}
         self.info = EngineInfo(
             model_identity=identity,
             vocab_size=model_config.vocab_size,
@@ -248,6 +249,7 @@ class EngineCore:
         output = self._connector.poll()
         self._loaded += output.loaded
         self._freed_request_ids += output.freed_request_ids
+        self._needed |= output.needed
         self._events += output.events
         self._num_expired_leases += output.num_expired_leases
         self._connector.start_io()
@@ -267,7 +269,7 @@ class EngineCore:
         # Each block in one class, by precedence: quarantined (all of them held), held, running, cached, free.
         quarantined = self._connector.num_quarantined_blocks
         # The scheduler learns of a load that was given up only after the step.
-        held = max(len(scheduler.held_ids), quarantined)
+        held = max(len(scheduler.held.ids), quarantined)
         return EngineLoad(
             step_cost=scheduler.step_cost,
             free_blocks=pool.num_available - pool.num_cached,
@@ -303,9 +305,11 @@ class EngineCore:
         """Apply finished I/O to the scheduler; between steps."""
         for result in self._loaded:
             self.scheduler.load_finished(result)
+        for held_id, block_ids in self._needed.items():
+            self.scheduler.held.narrow(held_id, block_ids)
         for request_id in self._freed_request_ids:
             self.scheduler.free_held(request_id)
-        self._loaded, self._freed_request_ids = [], []
+        self._loaded, self._freed_request_ids, self._needed = [], [], {}
 
 
 def _widest_window(windows: Sequence[int | None]) -> int | None:

@@ -227,7 +227,7 @@ class Request:
         match self.status:
             case RequestStatus.WAITING_FOR_GRAMMAR:
                 return "the constraint was not compiled in time", "no_room"
-            case RequestStatus.WAITING:
+            case RequestStatus.WAITING | RequestStatus.PREEMPTED:
                 return "no room within the reservation time", "no_room"
             case _:
                 return f"no {'KV' if self.seeded else 'seed'} within the reservation time", "timeout"

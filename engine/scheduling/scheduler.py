@@ -23,7 +23,8 @@ from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, Re
 from engine.kv_connector import KVConnector, KVLoadResult
 from engine.scheduling import step_budget
 from engine.scheduling.drafts import Drafter
-from engine.scheduling.kv_cache_manager import KVBlock, KVCacheManager
+from engine.scheduling.held_blocks import HeldBlocks
+from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler_output import QueueLoad, Sampled, ScheduledRequest, SchedulerCounters, SchedulerOutput
 from engine.scheduling.step_cost import RecentRate
@@ -44,7 +45,7 @@ class Scheduler:
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Request] = field(default_factory=list)
     loading: dict[str, Request] = field(default_factory=dict)
-    held: dict[str, list[KVBlock]] = field(default_factory=dict)
+    held: HeldBlocks = field(init=False)
     """Blocks of finished requests, and of abandoned loads, that the connector still needs."""
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
     drafter: Drafter = field(default_factory=Drafter)
@@ -55,6 +56,9 @@ class Scheduler:
     _now: float = 0.0
     _is_step_open: bool = False
     """The result of the last step is not applied yet."""
+
+    def __post_init__(self) -> None:
+        self.held = HeldBlocks(self.kv)
 
     # Commands
 
@@ -122,9 +126,9 @@ class Scheduler:
             )
         self._start_if_ready(request)
 
-    def free_held(self, request_id: str) -> None:
-        """The connector no longer needs the blocks of this finished request."""
-        self.kv.pool.release(self.held.pop(request_id, []))
+    def free_held(self, held_id: str) -> None:
+        """The connector no longer needs the blocks of this finished request or retained id."""
+        self.held.free(held_id)
 
     def expire(self, now: float) -> None:
         """End requests that have waited too long for a grammar, blocks, KV, seed or a step."""
@@ -182,12 +186,6 @@ class Scheduler:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
-
-    @property
-    def held_ids(self) -> set[int]:
-        """Blocks held for finished requests."""
-        null = self.kv.pool.null_block
-        return {block.block_id for blocks in self.held.values() for block in blocks if block is not null}
 
     @property
     def queue_load(self) -> QueueLoad:
@@ -252,24 +250,20 @@ class Scheduler:
     def _num_able_to_begin(self) -> int:
         """Waiting prompts that lack neither a place in the batch nor blocks, prefix hits aside."""
         num_places = self.config.max_num_seqs - len(self.running) - len(self.loading)
-        able = [request for request in islice(self.waiting, max(num_places, 0)) if not request.awaits_kv]
+        first = islice(self.waiting, max(num_places, 0))
+        able = [request for request in first if not request.awaits_kv and self._can_fit(request)]
         moved = next((request for request in able if request.is_handed_over), None)
-        if moved is not None and not self._may_hold(moved, moved.num_initial_tokens):
+        if moved is not None and not self._may_hold(moved):
             able = [request for request in able if not request.is_handed_over]
         most = self.config.max_num_batched_tokens
         needed = [one.num_initial_tokens if one.moves_kv else min(one.num_tokens, most) for one in able[:1]]
         return len(able) if needed and self.kv.num_blocks_for(needed[0]) <= self.kv.pool.num_available else 0
 
     def _num_entering_tokens(self, streams: list[Request], prompts: list[Request]) -> int | None:
-        """None: no bound, since other prompts lengthen the step anyway, or too many enter."""
-        num_left, most = 0, step_budget.most_entering(self.config.max_num_batched_tokens)
-        for request in chain(prompts, self.waiting if streams else ()):
-            if request.awaits_kv:
-                continue
-            num_left += request.num_uncomputed_tokens
-            if not request.is_entering or num_left > most:
-                return None
-        return step_budget.entering_tokens(self.step_cost, len(streams), num_left) if num_left else None
+        """None: no bound."""
+        others = chain(prompts, self.waiting if streams else ())
+        left = ((one.num_uncomputed_tokens, one.is_entering) for one in others if not one.awaits_kv)
+        return step_budget.entering_bound(self.step_cost, len(streams), left, self.config.max_num_batched_tokens)
 
     def _schedule_running(
         self, requests: list[Request], budget: int, scheduled: list[ScheduledRequest], *, may_preempt: bool = True
@@ -318,8 +312,11 @@ class Scheduler:
         num_held_back, is_spent, may_hand_over = 0, False, True
         while len(self.waiting) > num_held_back and len(self.running) + len(self.loading) < self.config.max_num_seqs:
             request = self.waiting[num_held_back]
+            if not self._can_fit(request):
+                num_held_back += 1
+                continue
             is_moved, is_local = request.is_handed_over, not request.awaits_kv
-            may_hand_over = may_hand_over and (not is_moved or self._may_hold(request, request.num_initial_tokens))
+            may_hand_over = may_hand_over and self._may_hold(request)
             is_spent = is_spent or (budget == 0 and is_local and not self._num_external_tokens(request, 0))
             if is_spent and not self.waiting.num_awaiting_kv:
                 break
@@ -379,15 +376,16 @@ class Scheduler:
             request.num_cached_tokens = max(num_hit - request.num_external_tokens, 0)
         return True
 
-    def _may_hold(self, request: Request, num_tokens: int) -> bool:
-        """Transfers hold at most a fraction of the blocks, those that begin beside streams included."""
-        if not request.is_handed_over:
+    def _can_fit(self, request: Request) -> bool:
+        """False: abandoned I/O, which may hang for long, leaves too few blocks."""
+        if not self.held.abandoned:
             return True
-        others = (*self.running, *self.loading.values())
-        begun = () if all(one.is_handed_over for one in others) else (one for one in others if one.is_handed_over)
-        num_held = len(self.held_ids.union(*(self.kv.block_ids(one.request_id) for one in begun)))
-        num_held += self.kv.num_blocks_for(num_tokens) if num_held else 0
-        return num_held <= self.config.max_held_fraction * self.kv.num_blocks
+        is_whole = request.moves_kv or self._num_external_tokens(request, 0) > 0
+        return self.held.leave_room(request.num_tokens, is_whole=is_whole)
+
+    def _may_hold(self, request: Request) -> bool:
+        others, most = (*self.running, *self.loading.values()), self.config.max_held_fraction
+        return not request.is_handed_over or self.held.may_hold(request.num_initial_tokens, others, most)
 
     def _load(self, request: Request, num_external: int) -> None:
         """Start loading the request's blocks past its prefix hits."""
@@ -408,16 +406,18 @@ class Scheduler:
         if not (is_seeded and request.loaded) or request.status is not RequestStatus.LOADING:
             return
         del self.loading[request.request_id]
-        request.deadline = None
         if request.request_id in self.kv.rows:
             self._run(request, request.num_computed_tokens)
         else:
             request.status = RequestStatus.PREEMPTED
+            remote_kv = request.spec.remote_kv  # where its stream cannot go on, it goes on elsewhere
+            request.deadline = None if remote_kv is None else self._now + remote_kv.reservation_s
             self.waiting.add(request)
 
     def _run(self, request: Request, num_ready_tokens: int) -> None:
         """`num_ready_tokens`: those whose KV is in the blocks already, not only at the end of this step."""
         request.status = RequestStatus.RUNNING
+        request.deadline = None
         self.running.append(request)
         if num_ready_tokens:
             self._offer(request, num_ready_tokens)
@@ -435,7 +435,7 @@ class Scheduler:
         num_verified_blocks = request.num_computed_tokens // self.kv.block_size
         blocks = self.kv.close_table(request.request_id)
         self.kv.pool.release(blocks[:num_verified_blocks])
-        self.held[retained_id] = blocks[num_verified_blocks:]
+        self.held.abandon(retained_id, blocks[num_verified_blocks:])
         request.num_computed_tokens = 0
         if self.kv.enable_prefix_caching:
             return result

@@ -189,9 +189,17 @@ def replay_s(cost: StepCost | None, num_streams: int) -> float:
     return min(max(by_time, _MIN_REPLAY_S), _MAX_REPLAY_S)
 
 
-def most_entering(max_tokens: int) -> int:
-    """With more prompt tokens than these `entering_tokens` bounds no step of `max_tokens`."""
-    return _ENTERING_STEPS * max_tokens
+def entering_bound(
+    cost: StepCost | None, num_streams: int, prompts: Iterable[tuple[int, bool]], max_tokens: int
+) -> int | None:
+    """`entering_tokens` of a step of at most `max_tokens`. `prompts`: of each the tokens that are left, and whether it
+    has waited for a grammar. None: no bound, since other prompts lengthen the step anyway, or too many enter."""
+    num_left = 0
+    for num_tokens, is_entering in prompts:
+        num_left += num_tokens
+        if not is_entering or num_left > _ENTERING_STEPS * max_tokens:
+            return None
+    return entering_tokens(cost, num_streams, num_left) if num_left else None
 
 
 def stretched_tokens(cost: StepCost | None, num_streams: int, num_prompts: int, stretch: float) -> int | None:

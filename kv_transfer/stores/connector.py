@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from engine.errors import EngineError
@@ -64,8 +63,8 @@ class StoreConnector(TransferConnector):
         self._queued: dict[int, SaveOp | LoadOp] = {}
         """Operations that no thread has begun, by their id. They belong to the one that takes them out: a thread that
         begins one, or the step loop."""
-        self._num_ops: Counter[ProducedTransfer | Load] = Counter()
-        """Operations that have not ended, by their owner."""
+        self._in_flight: dict[ProducedTransfer | Load, dict[int, int]] = {}
+        """By owner, the blocks of its operations that have not ended, by the page's index."""
 
     # Worker side
 
@@ -102,11 +101,15 @@ class StoreConnector(TransferConnector):
         for _ in range(self._loader.expire(now)):
             self._io.load_breaker.record(ok=False)  # a store that hangs reports nothing itself
         self._give_up_late_saves(now)
-        if any(owner.has_cancelled for owner in self._num_ops):
+        has_cancelled = any(owner.has_cancelled for owner in self._in_flight)
+        if has_cancelled:
             self._end_cancelled(now)
         for key in self._producer.take_deletes():
             self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
-        return self._output()
+        output = self._output()
+        if has_cancelled:
+            output.needed = self._needed()
+        return output
 
     def next_deadline_s(self) -> float | None:
         if self._producer.deletes:
@@ -130,7 +133,7 @@ class StoreConnector(TransferConnector):
         """Threads that hang in a store do not report it: operations that would only queue behind them fail here. One
         thread that does not hang tries the store again."""
         now = self._clock()
-        self._num_ops[op.owner] += 1
+        self._in_flight.setdefault(op.owner, {})[op.block_index] = op.block_id
         oldest = next(iter(self._submitted.values()), now)
         is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
         if is_any_open and self._threads.are_busy and now - max(oldest, self._ended_at) > self._options.breaker_retry_s:
@@ -168,12 +171,23 @@ class StoreConnector(TransferConnector):
             if self._queued.pop(id(op), None) is not None:
                 self._apply(OpResult(op, SKIPPED), now)
 
+    def _needed(self) -> dict[str, frozenset[int]]:
+        """The blocks of what had begun when it was cancelled: threads may hang in it for long. Complete only where no
+        other operation of the owner is left to be ended, and nothing else needs its blocks."""
+        return {
+            owner.held_id: frozenset(blocks.values())
+            for owner, blocks in self._in_flight.items()
+            if owner.has_cancelled and owner.holds_blocks
+            if owner.num_in_flight == len(blocks) and self._held.get(owner.held_id) == 1
+        }
+
     def _apply(self, result: OpResult, now: float) -> None:
         self._submitted.pop(id(result.op), None)
         self._saves.pop(id(result.op), None)
-        self._num_ops[result.op.owner] -= 1
-        if self._num_ops[result.op.owner] <= 0:
-            del self._num_ops[result.op.owner]
+        blocks = self._in_flight[result.op.owner]
+        del blocks[result.op.block_index]
+        if not blocks:
+            del self._in_flight[result.op.owner]
         if isinstance(result.op, SaveOp):
             self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
         elif result.is_damage:

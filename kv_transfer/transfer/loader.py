@@ -90,6 +90,11 @@ class Load:
     """Its silence has been counted against the store, or excused."""
 
     @property
+    def held_id(self) -> str:
+        """The id under which its blocks are held, if they are."""
+        return self.retained_id or self.request_id
+
+    @property
     def has_cancelled(self) -> bool:
         """Some of its reads are not to be begun any more."""
         return self.skip_from < len(self.pages)
@@ -276,7 +281,7 @@ class Loader:
         if load.holds_blocks and load.num_in_flight == 0:
             load.holds_blocks = False
             self._abandoned.discard(load)
-            self._output.freed_request_ids.append(load.retained_id or load.request_id)
+            self._output.freed_request_ids.append(load.held_id)
         self._settle(load)
 
     def expire(self, now: float) -> int:

@@ -49,6 +49,11 @@ class ProducedTransfer:
     """The request has finished and its blocks are still in use."""
 
     @property
+    def held_id(self) -> str:
+        """The id under which its blocks are held, if they are."""
+        return self.request_id
+
+    @property
     def has_cancelled(self) -> bool:
         """Saves of it that have not begun are not to be begun any more."""
         return self.cancelled

@@ -82,6 +82,8 @@ class ModellessCore:
         self.connector.start_io()
         for result in output.loaded:
             self.scheduler.load_finished(result)
+        for held_id, block_ids in output.needed.items():
+            self.scheduler.held.narrow(held_id, block_ids)
         for request_id in output.freed_request_ids:
             self.scheduler.free_held(request_id)
         self.scheduler.expire(self._clock())

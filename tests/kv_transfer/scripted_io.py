@@ -5,8 +5,9 @@ What is in flight is recorded here, independently of the connector, whose accoun
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ import torch
 from engine.core.messages import KVProgress
 from engine.kv_connector import KVConnector
 from engine.scheduling.request import Request
+from kv_transfer.multi_connector import MultiConnector
 from kv_transfer.nixl.connector import NixlConnector
 from kv_transfer.nixl.reader import PageReader, Read
 from kv_transfer.nixl.transfers import MAC_BYTES, VERSION, LendingAgent, TransferMetadata, encode
@@ -107,15 +109,26 @@ def _memory(num_blocks: int) -> torch.Tensor:
 
 
 class ScriptedStoreConnector(StoreConnector):
-    """Over a store that is never used."""
+    """Over a store that is never used. `max_begun`: operations that can be under way at a time, as many as threads."""
 
     rebuild_requested = False
 
-    def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str) -> None:
-        options = StoreOptions(load_timeout_s=LOAD_TIMEOUT_S, kv_secret_file=secret_file)
-        super().__init__(MemoryStore(), options, wake=lambda: None, clock=clock)
+    def __init__(
+        self,
+        num_blocks: int,
+        clock: Callable[[], float],
+        secret_file: str,
+        *,
+        max_begun: int = sys.maxsize,
+        prefix_only: bool = False,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        options = StoreOptions(load_timeout_s=LOAD_TIMEOUT_S, kv_secret_file=secret_file, prefix_only=prefix_only)
+        super().__init__(MemoryStore(), options, wake=wake, clock=clock)
         self._threads.shutdown(1.0)
         self._threads = _NoThreads()
+        self._max_begun = max_begun
+        self.waiting: list[SaveOp | LoadOp] = []
         self.in_flight: list[SaveOp | LoadOp] = []
         self.register_kv_cache(_memory(num_blocks), LAYOUT, FINGERPRINT)
 
@@ -137,7 +150,9 @@ class ScriptedStoreConnector(StoreConnector):
 
     def end(self, index: int, failure: str | None) -> None:
         op = self.in_flight.pop(index)
+        self._ended_at = self._clock()
         self._end_op(OpResult(op, SKIPPED if failure and op.is_cancelled else failure))
+        self._begin()
 
     def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
         num_tokens = request.num_initial_tokens if whole else None
@@ -146,8 +161,15 @@ class ScriptedStoreConnector(StoreConnector):
     def rebuild(self) -> None:
         raise AssertionError("a store has no agent")
 
-    def _submit(self, op: SaveOp | LoadOp) -> None:
-        self.in_flight.append(op)
+    def _run(self, op: SaveOp | LoadOp) -> None:
+        self.waiting.append(op)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self.waiting and len(self.in_flight) < self._max_begun:
+            op = self.waiting.pop(0)
+            if self._queued.pop(id(op), None) is not None:
+                self.in_flight.append(op)
 
 
 class _FakeLendingAgent(LendingAgent):
@@ -180,10 +202,17 @@ class _FakeLendingAgent(LendingAgent):
 class ScriptedNixlConnector(NixlConnector):
     """Reads, digests and verifications end when the test ends them."""
 
-    def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        clock: Callable[[], float],
+        secret_file: str,
+        *,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
         self._num_blocks, self._secret = num_blocks, load_secret(secret_file)
         super().__init__(
-            wake=lambda: None,
+            wake=wake,
             clock=clock,
             kv_secret_file=secret_file,
             load_timeout_s=LOAD_TIMEOUT_S,
@@ -274,3 +303,50 @@ class ScriptedNixlConnector(NixlConnector):
     def _make_reader(self) -> FakeReader:
         self.reader = FakeReader()
         return self.reader
+
+
+class ScriptedList(MultiConnector, KVConnector):
+    """NIXL hands over; behind it is a prefix store."""
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float], secret_file: str, *, max_begun: int) -> None:
+        options = {"num_blocks": num_blocks, "clock": clock, "secret_file": secret_file}
+        path = f"{__name__}:Scripted"
+        nixl = {"class_path": f"{path}NixlConnector", "options": options}
+        store = {"class_path": f"{path}StoreConnector", "options": {**options, "max_begun": max_begun}}
+        super().__init__(wake=lambda: None, connectors=[nixl, store])
+        first, second = self._connectors
+        assert isinstance(first, ScriptedNixlConnector)
+        assert isinstance(second, ScriptedStoreConnector)
+        self.nixl, self.store = first, second
+        self._block_size = BLOCK_SIZE
+
+    @property
+    def writes_in_flight(self) -> set[int]:
+        return self.nixl.writes_in_flight | self.store.writes_in_flight
+
+    @property
+    def reads_in_flight(self) -> set[int]:
+        return self.nixl.reads_in_flight | self.store.reads_in_flight
+
+    @property
+    def pinned(self) -> set[int]:
+        return self.nixl.pinned
+
+    @property
+    def num_endable(self) -> int:
+        return self.nixl.num_endable + self.store.num_endable
+
+    def end(self, index: int, failure: str | None) -> None:
+        num_nixl = self.nixl.num_endable
+        connector: Any = self.nixl if index < num_nixl else self.store
+        connector.end(index if index < num_nixl else index - num_nixl, failure)
+
+    def announce(self, request: Request, num_ready_blocks: int, *, whole: bool) -> None:
+        self.nixl.announce(request, num_ready_blocks, whole=whole)
+
+    @property
+    def rebuild_requested(self) -> bool:
+        return self.nixl.rebuild_requested
+
+    def rebuild(self) -> None:
+        self.nixl.rebuild()

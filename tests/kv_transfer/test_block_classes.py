@@ -28,11 +28,13 @@ from tests.kv_transfer.scripted_io import (
     LOAD_TIMEOUT_S,
     MAX_QUARANTINE_S,
     ScriptedIO,
+    ScriptedList,
     ScriptedNixlConnector,
     ScriptedStoreConnector,
 )
 
 LEASE_S, RESERVATION_S = 3.0, 30.0
+NUM_THREADS = 2
 LENGTHS, SALTS, TOKENS = st.integers(1, 30), st.integers(0, 2), st.integers(1, 9)
 FAILURES = st.sampled_from([None, None, None, None, "page_digest", "missing", "store_timeout"])
 
@@ -57,7 +59,7 @@ class Machine(RuleBasedStateMachine):
     def every_block_is_in_one_class_and_no_io_touches_anothers(self) -> None:
         self.core.check()
 
-    def add(self, num_tokens: int, salt: int, max_tokens: int, kind: str) -> None:
+    def add(self, num_tokens: int, salt: int, max_tokens: int, kind: str) -> Request:
         number = next(self.ids)
         request_id = f"r{number}"
         spec = EngineRequest(
@@ -67,7 +69,10 @@ class Machine(RuleBasedStateMachine):
             hold_kv=HoldKV(transfer_id=request_id, lease_s=LEASE_S) if kind == "hold" else None,
             remote_kv=RemoteKV(transfer_id=request_id, reservation_s=RESERVATION_S) if kind == "remote" else None,
         )
-        self.core.add(Request.from_spec(spec, arrival=number, fingerprint=FINGERPRINT.hex()))
+        request = Request.from_spec(spec, arrival=number, fingerprint=FINGERPRINT.hex())
+        request.arrived_s = self.now
+        self.core.add(request)
+        return request
 
     @rule(num_tokens=LENGTHS, salt=SALTS, max_tokens=TOKENS)
     def add_plain(self, num_tokens: int, salt: int, max_tokens: int) -> None:
@@ -192,12 +197,29 @@ class OverNixl(Machine):
         return ScriptedNixlConnector(NUM_BLOCKS, lambda: self.now, secret_file)
 
 
+class OverBusyStore(Machine):
+    """What its two threads have not begun can be cancelled."""
+
+    connector: ScriptedStoreConnector
+
+    def make_connector(self, secret_file: str) -> ScriptedIO:
+        return ScriptedStoreConnector(NUM_BLOCKS, lambda: self.now, secret_file, max_begun=NUM_THREADS)
+
+
+class OverList(Machine):
+    connector: ScriptedList
+
+    def make_connector(self, secret_file: str) -> ScriptedIO:
+        return ScriptedList(NUM_BLOCKS, lambda: self.now, secret_file, max_begun=NUM_THREADS)
+
+
 _SETTINGS = settings(max_examples=50, stateful_step_count=50)
-TestOverStore, TestOverNixl = OverStore.TestCase, OverNixl.TestCase
-TestOverStore.settings = TestOverNixl.settings = _SETTINGS
+_MACHINES = [OverStore, OverBusyStore, OverNixl, OverList]
+TestOverStore, TestOverBusyStore, TestOverNixl, TestOverList = (machine.TestCase for machine in _MACHINES)
+TestOverStore.settings = TestOverBusyStore.settings = TestOverNixl.settings = TestOverList.settings = _SETTINGS
 
 
-@pytest.mark.parametrize("machine", [OverStore, OverNixl])
+@pytest.mark.parametrize("machine", _MACHINES)
 def test_what_goes_well_is_loaded_and_nothing_is_computed_again(machine: type[Machine]) -> None:
     """Else the machines would search the ways to fail alone."""
     running = machine()
@@ -225,8 +247,118 @@ def test_what_was_given_up_since_the_last_poll_counts_as_pinned() -> None:
     machine.teardown()
 
 
+# A store that hangs
+
+
+def hang(machine: Machine, *, num_timeouts: int = 4) -> None:
+    """Nothing ends."""
+    for _ in range(num_timeouts):
+        machine.time_passes(LOAD_TIMEOUT_S)
+        machine.steps(4)
+        machine.core.check()
+
+
+def check_others_go_on(machine: Machine, *kinds: str) -> None:
+    """Only what the threads hang in is kept, requests of these kinds are computed, and then the store works again."""
+    assert machine.core.load.held_blocks == NUM_THREADS
+    behind = [machine.add(BLOCK_SIZE // 2, salt, 2, kind) for salt, kind in enumerate(kinds)]  # nothing to look up
+    machine.steps(3)
+    assert [request.finish_reason for request in behind] == [
+        "hand_over" if kind == "hold" else "length" for kind in kinds
+    ]
+    machine.teardown()
+
+
+def test_a_prompt_of_more_than_half_of_the_memory_is_computed_beside_a_store_that_hangs() -> None:
+    machine = OverBusyStore()
+    requests = [machine.add(num_blocks * BLOCK_SIZE, num_blocks, 2, "plain") for num_blocks in (3, 13)]
+    assert len(machine.connector.in_flight) == NUM_THREADS
+    hang(machine)
+    assert [request.finish_reason for request in requests] == ["length", "length"]
+    check_others_go_on(machine, "plain", "plain", "hold")
+
+
+def test_hand_overs_above_their_share_go_on_beside_a_store_that_hangs() -> None:
+    machine = OverBusyStore()
+    for salt in range(2):
+        request = machine.add(7 * BLOCK_SIZE, salt, 2, "hold")
+        hang(machine)
+        assert request.finish_reason == "hand_over"
+    assert len(machine.connector.writes_in_flight) == len(machine.connector.reads_in_flight) == 1
+    check_others_go_on(machine, "hold", "hold", "plain")
+
+
+def waiting_stream(machine: Machine) -> Request:
+    """A stream whose KV, more than half of the memory, is announced and does not come."""
+    request = machine.add(13 * BLOCK_SIZE, 0, 2, "remote")
+    machine.connector.announce(request, 13, whole=True)
+    machine.core.scheduler.seed(request.request_id, [7])
+    machine.steps(1)
+    return request
+
+
+def test_a_stream_of_more_than_half_of_the_memory_goes_on_beside_a_store_that_hangs() -> None:
+    machine = OverBusyStore()
+    request = waiting_stream(machine)
+    hang(machine)
+    assert request.finish_reason == "length"
+    check_others_go_on(machine, "plain", "plain")
+
+
+def test_a_stream_that_does_not_fit_beside_abandoned_reads_ends_in_time_and_stops_no_other() -> None:
+    machine = OverStore()  # all of its reads have begun
+    request = waiting_stream(machine)
+    hang(machine, num_timeouts=1)
+    assert machine.core.load.held_blocks == 13
+    assert request.request_id in machine.core.requests
+    behind = machine.add(BLOCK_SIZE // 2, 1, 2, "plain")
+    machine.steps(3)
+    assert behind.finish_reason == "length"
+    machine.time_passes(RESERVATION_S)
+    assert request.finish_reason == "error", "it can go on at another instance"
+    machine.teardown()
+
+
+def test_a_prompt_that_does_not_fit_beside_abandoned_reads_waits_for_them_and_stops_no_other() -> None:
+    machine = OverBusyStore()
+    request = machine.add((NUM_BLOCKS - 1) * BLOCK_SIZE, 0, 2, "remote")
+    machine.connector.announce(request, NUM_BLOCKS - 1, whole=True)
+    machine.steps(1)
+    machine.core.abort(request.request_id)
+    assert machine.core.load.held_blocks == NUM_THREADS, "what had not begun is cancelled"
+    request = machine.add((NUM_BLOCKS - 1) * BLOCK_SIZE, 1, 2, "plain")
+    behind = machine.add(BLOCK_SIZE // 2, 2, 2, "plain")
+    machine.steps(3)
+    assert (request.num_computed_tokens, behind.finish_reason) == (0, "length")
+    while machine.connector.num_endable:
+        machine.connector.end(0, "missing")
+        machine.steps(1)
+    machine.steps(NUM_BLOCKS)
+    assert request.finish_reason == "length"
+    machine.teardown()
+
+
+def test_saves_that_hang_in_the_second_store_of_a_list_stop_no_hand_over() -> None:
+    machine = OverList()
+    nixl, store = machine.connector.nixl, machine.connector.store
+    request = machine.add(7 * BLOCK_SIZE, 0, 2, "hold")
+    assert len(store.in_flight) == 1, "it looks the prompt up"
+    store.end(0, "missing")
+    machine.steps(2)
+    while nixl.num_endable:
+        nixl.end(0, None)
+    machine.steps(1)
+    assert (request.finish_reason, len(store.reads_in_flight)) == ("hand_over", NUM_THREADS)
+    machine.connector.handle(LeaseCommand(request.request_id, "attach", lease_s=10 * LOAD_TIMEOUT_S))
+    hang(machine, num_timeouts=2)
+    assert machine.core.load.held_blocks == 7, "its reader may still read them all"
+    machine.connector.handle(LeaseCommand(request.request_id, "release"))
+    machine.steps(1)
+    check_others_go_on(machine, "hold", "hold", "plain")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("machine", [OverStore, OverNixl])
+@pytest.mark.parametrize("machine", _MACHINES)
 def test_block_classes_at_length(machine: type[Machine]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=500, stateful_step_count=70))

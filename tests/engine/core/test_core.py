@@ -83,6 +83,20 @@ def test_blocks_that_are_pinned_before_the_scheduler_hears_of_it_are_in_one_clas
     core.shutdown()
 
 
+def test_blocks_that_a_given_up_read_does_not_write_to_are_free(tmp_path: Path) -> None:
+    core, connector = loading_core(tmp_path)
+    [written, *_] = core.scheduler.kv.block_ids("r")
+    connector.next.loaded.append(KVLoadResult("r", 0, 0, 3, reason="late", retained_id="late"))
+    connector.next.needed["late"] = frozenset({written})
+    core.poll_connector()  # as while a step computes
+    core.step()
+    assert core.scheduler.held.ids == {written}
+    connector.next.freed_request_ids.append("late")
+    core.step()
+    assert core.load.held_blocks == 0
+    core.shutdown()
+
+
 def test_an_id_whose_blocks_are_held_is_rejected(tmp_path: Path) -> None:
     """The blocks of the earlier request would lose their owner."""
     core, connector = loading_core(tmp_path)

@@ -183,7 +183,7 @@ def stretching_scheduler(num_blocks: int = 512, max_num_seqs: int = 4) -> Schedu
     scheduler.step_cost = STRETCH_COST
     add(scheduler, list(range(100)), hold_kv=HoldKV(transfer_id="held", lease_s=5.0))
     step(scheduler)
-    assert len(scheduler.held_ids) == 25
+    assert len(scheduler.held.ids) == 25
     add(scheduler, [1], max_tokens=500, step_stretch=3.0)
     step(scheduler)
     add(scheduler, list(range(10, 1500)))
@@ -306,10 +306,10 @@ def test_hand_over_stops_after_the_first_token_and_holds_the_blocks() -> None:
         step(scheduler)
     assert request.finish_reason == "hand_over"
     assert request.num_output_tokens == 1
-    assert len(scheduler.held_ids) == 3
+    assert len(scheduler.held.ids) == 3
     scheduler.free_held(request.request_id)
     scheduler.free_held(request.request_id)
-    assert len(scheduler.held_ids) == 0
+    assert len(scheduler.held.ids) == 0
     assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
 
 
@@ -332,7 +332,7 @@ def test_hand_overs_that_come_at_once_leave_a_stream_its_blocks() -> None:
     moved = [add(scheduler, [2 + i] * 16, hold_kv=HoldKV(transfer_id=f"t{i}", lease_s=60.0)) for i in range(9)]
     for _ in range(12):
         assert stream in [share.request for share in step(scheduler).scheduled]
-    assert len(scheduler.held_ids) == 20
+    assert len(scheduler.held.ids) == 20
     assert [one in scheduler.waiting for one in moved] == [False] * 5 + [True] * 4
 
 

@@ -3,16 +3,23 @@ engine's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.config import EngineConfig, KVConnectorConfig
+from engine.core.core import EngineCore
+from engine.core.messages import AddRequest, EngineRequest, TokensEvent
+from kv_transfer.page.format import Buffer, PageKey
 from tests.drafting import all_is_drafted
-from tests.kv_transfer.core_pair import CorePair, aggregated, store_config
+from tests.kv_transfer.core_pair import CorePair, Outcome, aggregated, store_config
+from tests.kv_transfer.memory_store import STORES, MemoryStore
 from tests.oracle import random_prompts
 from tests.prefix_cache import forget_all
+from tests.waiting import wait_until
 
 __all__ = ["all_is_drafted"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -167,3 +174,51 @@ def test_a_damaged_page_is_recomputed_and_changes_no_token(
     assert healed.token_ids == expected
     assert healed.loaded is not None
     assert healed.loaded.num_recomputed_blocks == 0
+
+
+class _HangingStore(MemoryStore):
+    """No read ends while it hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works = threading.Event()
+        self.works.set()
+        self.num_hanging = 0
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        self.num_hanging += not self.works.is_set()
+        self.works.wait()
+        return super().get_into(key, buffers, check)
+
+
+def test_a_prompt_of_more_than_half_of_the_memory_is_computed_while_its_store_hangs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STORES, "hanging", store := _HangingStore())
+    connector = KVConnectorConfig(
+        class_path="tests.kv_transfer.memory_store:NamedStoreConnector",
+        options={"store": "hanging", "load_timeout_s": 0.1, "num_io_threads": 1},
+    )
+    core = EngineCore(
+        EngineConfig(model=str(checkpoint), dtype="float32", num_blocks=32, kv_connector=connector), lambda: None
+    )
+    store.works.clear()
+    prompts = [[(7 * index) % 1000 for index in range(18 * 16)], [5] * 8, [6] * 8]  # the others are less than a block
+    outcomes = {f"r{index}": Outcome() for index in range(len(prompts))}
+    for name, prompt in zip(outcomes, prompts, strict=True):
+        core.handle(AddRequest(EngineRequest(request_id=name, prompt_token_ids=prompt, params=GREEDY)))
+
+    def all_finished() -> bool:
+        for event in core.step():
+            assert isinstance(event, TokensEvent)
+            outcomes[event.request_id].take(event)
+            outcomes[event.request_id].finished = event.finish_reason is not None
+        return all(outcome.finished for outcome in outcomes.values())
+
+    wait_until(all_finished)
+    assert [outcome.token_ids for outcome in outcomes.values()] == aggregated(checkpoint, prompts, GREEDY)
+    assert store.num_hanging == core.load.held_blocks == 1, "the page that is being read, and no other"
+    # STEP the store works again
+    store.works.set()
+    wait_until(lambda: [core.step()] and core.load.held_blocks == 0)
+    core.shutdown()

@@ -152,7 +152,7 @@ def test_abort_of_reads_that_wait_behind_a_store_that_hangs_frees_their_blocks_a
     decode.wait(lambda: decode.freed == ["queued", "begun"])
     assert store.num_entered == 1, "what had not begun was dropped"
     assert not decode.connector._queued
-    assert not decode.connector._num_ops
+    assert not decode.connector._in_flight
 
 
 def test_store_that_hangs_is_given_up_and_keeps_its_blocks(store: MemoryStore) -> None:
