@@ -376,7 +376,7 @@ class RouterApp:
         ]
 
     def _own_host(self) -> str | None:
-        """Where its discovery does not have this router yet, as a DNS that caches its answers: where Gateways ask it."""
+        """Where Gateways ask it: for while its discovery does not have this router, as a DNS that caches answers."""
         listen = self._settings.endpoint_picker.listen
         host = parse_address(listen)[0] if listen is not None else ""
         return host if host not in ("", "0.0.0.0", "::") else None
