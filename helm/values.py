@@ -48,6 +48,10 @@ _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 _MARK = "# -- "
 _KEY = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z][\w]*):")
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
+_CONDITION: Schema = {
+    "description": "Read by a parent chart alone, as the condition of its dependency.",
+    "type": "boolean",
+}
 _RULES_HEAD = "# Made by helm/generate.py out of vllm_engine/supported.py. Read by templates/_engine.tpl.\n"
 
 
@@ -86,6 +90,7 @@ def values_schema(values_text: str, constraints_path: Path) -> str:
     constraints: dict[str, Schema] = yaml.safe_load(constraints_path.read_text())
     docs = {value.path: value.doc for value in documented(values_text)}
     schema = _object(yaml.safe_load(values_text), "", constraints, docs)
+    schema["properties"]["enabled"] = _CONDITION
     if constraints:
         raise ValueError(f"{constraints_path.name}: values.yaml has no {', '.join(constraints)}")
     schema["$defs"] = {

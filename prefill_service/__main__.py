@@ -3,6 +3,10 @@ instance."""
 
 from __future__ import annotations
 
+from serving.pid1 import end_on_sigterm
+
+end_on_sigterm()  # before imports that take seconds
+
 import sys
 
 from instance.server import run_instance

@@ -366,12 +366,20 @@ class RouterApp:
         """Of the routers that answer and serve; all of them serve HTTP on one port."""
         _, port = parse_address(self._settings.http.listen or "")
         own = self.admission.num_queued
-        hosts = self.peers.hosts if self.peers is not None else ()
+        hosts = [*self.peers.hosts] if self.peers is not None else []
+        if all(signals is not None for _, signals in hosts) and (host := self._own_host()):
+            hosts.append((host, None))
         return [
             RouterEndpoint(format_address(host, port), own if signals is None else signals.queue.num_queued)
             for host, signals in hosts
             if (self._is_serving if signals is None else signals.is_serving)
         ]
+
+    def _own_host(self) -> str | None:
+        """Where Gateways ask it: for while its discovery does not have this router, as a DNS that caches answers."""
+        listen = self._settings.endpoint_picker.listen
+        host = parse_address(listen)[0] if listen is not None else ""
+        return host if host not in ("", "0.0.0.0", "::") else None
 
     def _peers(self, security: Security) -> Peers:
         settings = self._settings

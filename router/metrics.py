@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import grpc
 from prometheus_client import Metric
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from router.admission.controller import AdmissionController
+from router.admission.controller import REASONS, AdmissionController
 from router.autoscaler.loop import Autoscaler, metrics_of
 from router.autoscaler.observation import InstanceSample, samples_of
 from router.autoscaler.router_signals import RecentLatencies
@@ -44,6 +45,11 @@ STAGES: dict[str, tuple[RequestEvent, ...]] = {
 }
 """Stages whose length is observed once per request that reached them, as arguments of `Timeline.between`: of the
 attempt that did first, `prefill` of the one that brought the first token; `hand_over` is observed in each attempt."""
+_OUTCOMES = (
+    RequestEvent.FINISHED.value,
+    RequestEvent.ABORTED.value,
+    *(code.name.lower() for code in grpc.StatusCode if code is not grpc.StatusCode.OK),
+)
 _LOOP_TIMEOUT_S = 2.0  # how long a scrape waits for the event loop; it fails if the loop is blocked for longer
 
 
@@ -167,9 +173,8 @@ def _requests(metrics: RouterMetrics) -> Iterator[Metric]:
         ("output_tokens", "Tokens sent to clients, of the requests that have ended.", metrics.num_output_tokens),
     ):
         yield counter(f"tandem_router_{name}", documentation, value)
-    yield counter(
-        "tandem_router_requests_ended", "Requests that have ended, by outcome.", dict(metrics.ended), "outcome"
-    )
+    what = "Requests that have ended, by outcome."
+    yield counter("tandem_router_requests_ended", what, _from_zero(_OUTCOMES, metrics.ended), "outcome")
     decisions = dict(metrics.decisions).items()
     what = "Attempts, by where they ran and why."
     yield counter("tandem_router_disaggregation_decisions", what, decisions, "decision", "reason")
@@ -177,6 +182,11 @@ def _requests(metrics: RouterMetrics) -> Iterator[Metric]:
     yield counter("tandem_router_attempts", what, dict(metrics.attempts), "weights")
     failovers = {"retried": metrics.num_retried, "resumed": metrics.num_resumed}
     yield counter("tandem_router_failovers", "Attempts that followed a failed one.", failovers, "kind")
+
+
+def _from_zero(known: Sequence[str], counted: Mapping[str, int]) -> dict[str, int]:
+    """Prometheus' rate does not see the first events of a series that begins with them, so it begins without any."""
+    return dict.fromkeys(known, 0) | dict(counted)
 
 
 def _latencies(metrics: RouterMetrics) -> Iterator[Metric]:
@@ -204,7 +214,7 @@ def _admission(admission: AdmissionController) -> Iterator[Metric]:
         samples = {"in_flight": in_flight, "queued": queued}
         yield gauge(f"tandem_router_{name}", f"Current {name}, by state.", samples, "state")
     yield gauge("tandem_router_waiting_tenants", "Tenants with queued requests.", admission.queue.num_backlogged)
-    rejected = dict(admission.num_rejected)
+    rejected = _from_zero(REASONS, admission.num_rejected)
     yield counter("tandem_router_requests_refused", "Requests rejected, by reason.", rejected, "reason")
     what = "Times that a stream gave its slot to another tenant."
     yield counter("tandem_router_streams_paused", what, admission.num_paused)

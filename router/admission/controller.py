@@ -48,10 +48,11 @@ worst."""
 _STAY_WEIGHT = 1 / 32
 _JITTER = 0.5
 """Retry hints are increased by up to this part at random, so that rejected requests do not come back together."""
+REASONS = ("queue_full", "wait_too_long", "deadline", "queue_timeout", "displaced", "quota", "no_instance", "late")
 
 
 class Rejected(Overloaded):
-    """By admission, for one of the reasons of `num_rejected`."""
+    """By admission, for one of `REASONS`."""
 
     def __init__(self, reason: str, message: str, retry_after_s: float | None) -> None:
         super().__init__(message, retry_after_s)
@@ -125,7 +126,7 @@ class AdmissionController:
         self._busy_s = -math.inf
         """When there was a request last."""
         self.num_rejected: Counter[str] = Counter()
-        """By reason: queue_full, wait_too_long, deadline, queue_timeout, displaced, quota, no_instance, late."""
+        """By one of `REASONS`."""
         self.wait_s = Histogram()
         """Of the admitted requests; most of them do not wait."""
 

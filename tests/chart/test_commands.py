@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -99,6 +100,31 @@ def test_download_brings_what_the_component_needs(component: str, tmp_path: Path
     wanted = {*SMALL, *([] if component == "router" else ["model.safetensors"])}
     folder = tmp_path / MODEL.replace("/", "--") / commit
     assert set(fetched) == wanted == {path.name for path in folder.iterdir() if path.is_file()}
+
+
+SLOW_HF = """#!/bin/sh
+echo begun
+exec sleep 600
+"""
+
+
+def test_a_download_ends_at_sigterm_with_what_it_runs(tmp_path: Path) -> None:
+    """Of PID 1, as the shell is in its container, Linux ignores the signal unless the shell traps it."""
+    hf = tmp_path / "hf"
+    hf.write_text(SLOW_HF)
+    hf.chmod(0o755)
+    init = init_of("decode", revision="main")
+    with subprocess.Popen(
+        [*init["command"], *init["args"]],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "begun\n"
+        shell.send_signal(signal.SIGTERM)
+        assert shell.wait(60) == 128 + signal.SIGTERM
+        assert shell.stdout.read() == "", "what it ran has ended, and with it the pipe's last writer"
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,9 @@ def test_monitor_sets_the_labels_that_queries_use(name: str) -> None:
         {"sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_component"], "targetLabel": "component"},
     ]
     assert (endpoint["port"], endpoint["honorLabels"]) == ("metrics", True)
+    # where Prometheus overrides that, as OpenShift's for users does
+    renamed = {"sourceLabels": ["exported_instance"], "regex": "(.+)", "targetLabel": "instance"}
+    assert endpoint["metricRelabelings"] == [renamed]
 
 
 @pytest.mark.parametrize("name", ["monitoring", "everything"])

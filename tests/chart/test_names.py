@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+from helm_python import Chart
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from helm.rendering import Manifest, render
+from helm.rendering import CHART, Manifest, render
 from tests.chart.rendered import COMPONENTS, NAMESPACE, deployment, of_kind
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -46,8 +51,44 @@ def test_a_release_called_on_keeps_its_name() -> None:
     assert service["spec"]["selector"]["app.kubernetes.io/instance"] == "on"
 
 
+@pytest.mark.parametrize("name", ["on", "null", "1e3"])
+def test_a_name_that_yaml_reads_otherwise_is_text_everywhere(name: str) -> None:
+    values = {"fullnameOverride": name, "metrics": {"alerts": {"enabled": True}, "monitor": {"kind": "PodMonitor"}}}
+    objects = render(values)
+    (rule,) = of_kind(objects, "PrometheusRule")
+    (group,) = rule["spec"]["groups"]
+    expected = rule["metadata"]["name"].removesuffix("-alerts")
+    assert group["name"] == expected
+    assert {one["labels"]["tandem"] for one in group["rules"]} == {expected}
+    assert all(isinstance(one["metadata"]["name"], str) for one in objects)
+
+
 def test_a_release_that_says_tandem_does_not_say_it_twice() -> None:
     assert ("Service", "tandem-eu-router") in names(render({}, release="tandem-eu"))
+
+
+def of_parent(folder: Path, alias: str, values: dict[str, Any]) -> list[Manifest]:
+    """What a chart renders whose one dependency is this one, on the condition `enabled`."""
+    shutil.copytree(CHART, folder / "charts" / CHART.name)
+    [version] = re.findall(r"^version: (\S+)$", (CHART / "Chart.yaml").read_text(), re.MULTILINE)
+    dependency = {"name": CHART.name, "version": version, "alias": alias, "condition": f"{alias}.enabled"}
+    parent = {"apiVersion": "v2", "name": "platform", "version": "0.1.0", "dependencies": [dependency]}
+    (folder / "Chart.yaml").write_text(yaml.safe_dump(parent))
+    with Chart.load(folder) as chart:
+        rendered = chart.render({alias: values}, name="on", namespace=NAMESPACE)
+    return [one for name, text in rendered.items() if name.endswith(".yaml") for one in yaml.safe_load_all(text) if one]
+
+
+@pytest.mark.parametrize(("alias", "name"), [("tandem", "on-tandem"), ("llmChat", "on-llmchat")])
+def test_a_parent_chart_may_have_it_on_a_condition_and_under_another_name(
+    tmp_path: Path, alias: str, name: str
+) -> None:
+    objects = of_parent(tmp_path / "on", alias, {"enabled": True})
+    assert ("Deployment", f"{name}-decode") in names(objects)
+    for one in objects:
+        assert _LABEL.fullmatch(one["metadata"]["name"]), one["metadata"]["name"]
+    assert names(of_parent(tmp_path / "without", alias, {})) == names(objects)
+    assert not of_parent(tmp_path / "off", alias, {"enabled": False})
 
 
 def test_numbers_and_switches_are_text_where_kubernetes_wants_it() -> None:

@@ -142,6 +142,18 @@ def test_an_old_instance_drains_when_routers_have_resolved_its_successor(interva
     longest_s = read(objects, "router")[0].pools.dns_interval_s * (1 + discovery._JITTER) + CACHED_S
     for pool in POOLS:
         assert deployment(objects, pool)["spec"]["minReadySeconds"] > longest_s
+
+
+@pytest.mark.parametrize("values", [{}, {"discovery": "endpoints"}, {"instance": {"minReadySeconds": 0}}])
+def test_an_old_router_drains_when_clients_have_resolved_its_successor(values: dict[str, Any]) -> None:
+    """They find it by the headless Service, however routers find instances."""
+    spec = deployment(checked(values), "router")["spec"]
+    assert CACHED_S < spec["minReadySeconds"] < spec["progressDeadlineSeconds"]
+    assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
+def test_a_router_that_is_recreated_does_not_wait_for_clients() -> None:
+    objects = checked({"router": {"strategy": {"type": "Recreate"}}})
     assert "minReadySeconds" not in deployment(objects, "router")["spec"]
 
 

@@ -105,6 +105,17 @@ async def test_requests_are_counted_by_how_they_ended(run: Run) -> None:
         assert value(samples, "prompt_tokens_total") >= 2 * len(PROMPT)
 
 
+async def test_what_can_end_a_request_is_exported_before_it_does(run: Run) -> None:
+    """Prometheus' rate does not see the first events of a series that begins with them."""
+    async with run(metrics=METRICS, prefill=0) as rig:
+        samples = await scrape(rig)
+        for outcome in ("finished", "aborted", "internal", "unknown", "data_loss", "unavailable", "resource_exhausted"):
+            assert value(samples, "requests_ended_total", outcome=outcome) == 0
+        for reason in ("queue_full", "no_instance", "late"):
+            assert value(samples, "requests_refused_total", reason=reason) == 0
+        assert not any("ok" in dict(labels).values() for _, labels in samples)
+
+
 async def test_a_failure_is_counted_by_its_status(run: Run) -> None:
     async with run(metrics=METRICS, prefill=0) as rig:
         rig.decode[0].behaviour.refuse = FULL

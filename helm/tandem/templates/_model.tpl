@@ -78,7 +78,9 @@
   command: [sh, -c]
   args:
     - |
-      hf download "$@" && cd "$0" || exit
+      trap 'kill $!; exit 143' TERM  # which Linux keeps from PID 1 otherwise
+      hf download "$@" &
+      wait $! && cd "$0" || exit
       {{- if eq .component "router" }}
       files=config.json
       {{- else }}

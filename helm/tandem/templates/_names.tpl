@@ -1,8 +1,8 @@
 {{/* Names, labels and images. Every label's value is quoted: a release may be called `on`. */}}
 
-{{/* A DNS label that begins with a letter, as Services' names do, of at most 40 characters, so that every suffix fits into 63. A name that is not ends in its own digest. */}}
+{{/* A DNS label that begins with a letter, as Services' names do, of at most 40 characters, so that every suffix fits into 63. A name that is not ends in its own digest. A parent chart's alias may have capitals. */}}
 {{- define "tandem.fullname" -}}
-{{- $chart := .Values.nameOverride | default .Chart.Name -}}
+{{- $chart := .Values.nameOverride | default .Chart.Name | lower -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
 {{- $name = .Values.fullnameOverride | default $name -}}
 {{- $label := replace "." "-" $name -}}

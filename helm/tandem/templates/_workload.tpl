@@ -62,14 +62,17 @@ spec:
 {{- end -}}
 
 {{/*
-How long a new instance is ready before an old one drains: until every router has resolved its name anew, which takes an interval and a fifth, and 30 s where the DNS caches its answer. EndpointSlices tell
-of it before it is ready, and with Recreate no old one is left.
+How long a new pod is ready before an old one drains, so that those who find it by DNS know it by then: the 30 s for which a cluster's DNS caches its answer, with a margin. Clients resolve routers
+by their headless Service, whatever `discovery` is; of an instance every router resolves the name anew, which takes an interval and a fifth more, unless EndpointSlices tell of it before it is ready.
+With Recreate no old one is left.
 */}}
 {{- define "tandem.minReadySeconds" -}}
-{{- if eq .component "router" -}}0
-{{- else if hasKey .spec "minReadySeconds" -}}{{ .spec.minReadySeconds | int }}
-{{- else if or (ne .root.Values.discovery "dns") (eq (dig "type" "" (.spec.strategy | default dict)) "Recreate") -}}0
-{{- else -}}{{ min 240 (add 34 (ceil (mulf 1.2 (dig "pools" "dns_interval_s" 5 .root.Values.router.settings)))) }}
+{{- $cached := 34 -}}
+{{- if hasKey .spec "minReadySeconds" -}}{{ .spec.minReadySeconds | int }}
+{{- else if eq (dig "type" "" (.spec.strategy | default dict)) "Recreate" -}}0
+{{- else if eq .component "router" -}}{{ $cached }}
+{{- else if ne .root.Values.discovery "dns" -}}0
+{{- else -}}{{ min 240 (add $cached (ceil (mulf 1.2 (dig "pools" "dns_interval_s" 5 .root.Values.router.settings)))) }}
 {{- end -}}
 {{- end -}}
 

@@ -190,6 +190,24 @@ async def test_a_router_that_does_not_serve_gets_no_request(model: ServedModel, 
             assert endpoints(answer) == [address]
 
 
+@pytest.mark.parametrize(("listen", "is_known"), [(HOSTS[0], True), ("0.0.0.0", False), ("[::]", False)])
+async def test_a_router_that_its_discovery_does_not_have_yet_is_picked_where_its_picker_listens(
+    model: ServedModel, model_folder: Path, listen: str, is_known: bool
+) -> None:
+    """As after an install, while the cluster's DNS answers that there is no router."""
+    signals, http, picker = free_ports(3)
+    own = sections(HOSTS[0], signals, http, picker)
+    own["signals"]["routers"] = f"{HOSTS[1]}:{signals}"
+    own["endpoint_picker"]["listen"] = f"{listen}:{picker}"
+    own["server"] = {"drain_accept_s": 0.0, "drain_grace_s": 2.0, "allow_plaintext": True}
+    async with running(model, model_folder, prefill=0, decode=1, **own) as rig:
+        await until(lambda: rig.app._is_serving)
+        assert [one.address for one in rig.app._endpoints()] == [str(rig.app.http_address)] * is_known
+        [answer] = await answers(rig.app, [headers(end=True)])
+        assert answer.HasField("immediate_response") is not is_known
+    assert not rig.app._endpoints(), "it drains"
+
+
 def test_a_router_with_a_queue_comes_later_and_a_new_one_takes_conversations_from_all_alike() -> None:
     routers = [RouterEndpoint(f"10.0.0.{number}:8000", 0) for number in range(4)]
     before = {key: in_order(routers, key) for key in map(str, range(400))}

@@ -95,6 +95,26 @@ async def test_a_first_token_that_is_due_does_not_keep_a_request_with_weights_th
         assert not decode[0].recorded("token")
 
 
+async def test_an_answer_that_outlasts_the_grace_of_the_last_old_instance_is_cut_off_and_not_mixed(run: Run) -> None:
+    """The grace is the time that an answer has, as docs/kubernetes/update.md says."""
+    old, new = *decodes(slow(0.01)), renewed("decode", "decode-new")
+    new.behaviour.num_running = 50
+    async with run(prefill=0, decode=[old, new], disaggregation={"mode": "never"}) as rig:
+        call = rig.call(max_tokens=3900)
+        answer = aiter(call)
+        await anext(answer)
+        old.behaviour.draining = old.behaviour.moving_out = True
+        [state] = [one for one in rig.app.pools.decode.instances if one.address == old.address]
+        await until(lambda: state.state == "draining")
+        await anext(answer)  # no other instance has its weights, so it runs on
+        await old.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as cut_off:
+            async for _ in answer:
+                pass
+        assert cut_off.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert not new.recorded("token")
+
+
 async def test_a_stream_that_waits_for_probation_does_not_go_to_what_replaces_its_instance(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
