@@ -115,7 +115,7 @@ class TransformersModel:
             _load_weights(folder, dtype) if dummy_seed is None else _dummy_model(folder, dtype, dummy_seed)
         ).to(device)
         _pack_linear_layers(self._model, dtype, quantization)
-        if dummy_seed is None:
+        if dummy_seed is None and device == torch.device("cpu"):
             _own_memory(self._model)
         self._decoder = self._model.get_decoder()
         self._decoder_place, self._given_hidden = _place(self._model, self._decoder), _GivenHidden()
@@ -450,11 +450,10 @@ def _pack_linear_layers(model: Any, dtype: torch.dtype, quantization: Quantizati
 
 
 def _own_memory(model: torch.nn.Module) -> None:
-    """Copies, one by one, what no linear layer has taken: on CPU it may be a view of the checkpoint's files. What is
-    tied stays tied."""
+    """Copies, one by one, what no linear layer has taken: which may be views of the checkpoint's files. What is tied
+    stays tied."""
     for tensor in chain(model.parameters(), model.buffers()):
-        if tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
+        tensor.data = tensor.data.clone()
 
 
 def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linear:
