@@ -62,6 +62,12 @@ class InvalidCheckpoint(EngineError):
     """The model's files are missing, damaged or do not fit its config.json; the message names file and tensor."""
 
 
+class CheckpointChanged(EngineError):
+    """The model's files were replaced while they were loaded: what was loaded has no identity."""
+
+    may_pass = True
+
+
 class CapacityError(EngineError):
     """The request is valid but this engine has no room for it, now or ever; the message gives both sizes."""
 

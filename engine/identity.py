@@ -17,14 +17,15 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from engine.config import LoadFormat
-from engine.errors import EngineError
+from engine.errors import CheckpointChanged, EngineError, shown
 from engine.kv_layout import LAYOUT_VERSION, PageLayout
 
 COMPUTATION_VERSION = 1
@@ -145,6 +146,35 @@ def weights_digest(folder: Path) -> str:
     if any(key not in cached for key in found):
         _write_cache({**cached, **found})
     return _digest_parts(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What tells whether a checkpoint's weights and config are still those that an engine began to load."""
+
+    folder: Path
+    files: Mapping[str, str | bytes]
+
+    @classmethod
+    def of(cls, folder: str | Path) -> CheckpointState:
+        """As it is now. A file that cannot be read is left out: the load has an error for it."""
+        folder, files = Path(folder), dict[str, str | bytes]()
+        for path in folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):
+                files[path.name] = _cache_key(path)
+        with contextlib.suppress(OSError):
+            files["config.json"] = (folder / "config.json").read_bytes()
+        return cls(folder, files)
+
+    def check(self) -> None:
+        """Raises CheckpointChanged: the identity of the files is not that of what was loaded."""
+        now = CheckpointState.of(self.folder).files
+        changed = sorted(name for name in {*self.files, *now} if self.files.get(name) != now.get(name))
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise CheckpointChanged(
+                f"{shown(changed[0])}{more} of {self.folder} changed while the engine loaded it; start it again"
+            )
 
 
 def config_digest(folder: Path) -> str:

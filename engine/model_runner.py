@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.executor.executor import Executor
+from engine.executor.executor import Executor, are_finite
 from engine.executor.step import StepInputs
 from engine.sampling.grammar_masks import warm_up_masks
 from engine.sampling.logprobs import PromptLogprobs
@@ -26,26 +26,32 @@ from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, Schedu
 class ModelRunner:
     """Plans steps for the executor and samples from their logits."""
 
-    def __init__(self, executor: Executor, kv: KVCacheManager) -> None:
+    def __init__(self, executor: Executor, kv: KVCacheManager, kv_cache: torch.Tensor) -> None:
+        """`kv_cache`: what the executor has allocated."""
         self._executor = executor
         self._kv = kv
+        self._kv_cache = kv_cache
         self._sampler = TokenSampler()
         self.grammars = self._sampler.grammars
         self._prompt_logprobs = PromptLogprobs(executor.compute_logits)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Sampled:
-        """Run one step. Returns the next tokens of each share that samples, unless its logits are not finite."""
+        """Run one step. Returns the next tokens of each share that samples, unless its logits are not finite, and
+        which prompts have filled blocks with what is not finite."""
         shares = output.scheduled
         queries = [query for share in shares for query in _queries(share)]
         sampling = [index for index, query in enumerate(queries) if query.samples]
         is_whole = any(share.request.needs_prompt_logprobs for share in shares)
         inputs = self._inputs(queries, None if is_whole else np.array(sampling, np.int64))
         hidden = self._executor.forward(inputs)
+        filled = self._filled_blocks(shares)
+        block_ids = list(chain.from_iterable(filled.values()))
+        all_finite = are_finite(self._kv_cache, block_ids) if block_ids else None
         prompt_logprobs = self._prompt_logprobs.collect(shares, hidden)
         if not sampling:  # nothing else waits for the device, and the step's blocks may be read from now on
             _synchronize(hidden.device)
-            return Sampled()
+            return Sampled(not_finite=self._not_finite(filled, all_finite))
         rows = inputs.query_start_loc[1:].astype(np.int64) - 1
         drafts = {share.request.request_id: share.draft for share in shares if share.draft}
         sampled = self._sampler.sample(
@@ -59,7 +65,31 @@ class ModelRunner:
         if failed:  # computed again: the request's parameters have changed the logits in place
             is_finite = self._executor.compute_logits(hidden, rows[failed]).amax(dim=-1).isfinite().tolist()
             nothing_allowed = frozenset(queries[index].request.request_id for index in compress(failed, is_finite))
-        return replace(sampled, prompt_logprobs=prompt_logprobs, nothing_allowed=nothing_allowed)
+        return replace(
+            sampled,
+            prompt_logprobs=prompt_logprobs,
+            nothing_allowed=nothing_allowed,
+            not_finite=self._not_finite(filled, all_finite),
+        )
+
+    def _filled_blocks(self, shares: Sequence[ScheduledRequest]) -> dict[str, Sequence[int]]:
+        """The blocks that prompts fill in this step, by request id: others may find them. A stream's token needs no
+        check: it attends to all that is in its block, and its logits are checked."""
+        filled = {}
+        for share in shares:
+            if share.num_tokens == 1 and share.samples:
+                continue
+            first, end = (place // self._kv.block_size for place in (share.start, share.start + share.num_tokens))
+            if first < end:
+                request_id = share.request.request_id
+                filled[request_id] = self._kv.block_tables[self._kv.rows[request_id], first:end].tolist()
+        return filled
+
+    def _not_finite(self, filled: dict[str, Sequence[int]], all_finite: torch.Tensor | None) -> frozenset[str]:
+        """The requests that have filled blocks with what is not finite."""
+        if all_finite is None or all_finite:
+            return frozenset()
+        return frozenset(one for one, block_ids in filled.items() if not are_finite(self._kv_cache, block_ids))
 
     def warm_up(self) -> float:
         """Compile kernels, record decode steps and touch memory before the first request. Writes to block 0, while no

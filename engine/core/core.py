@@ -5,6 +5,7 @@ One step: apply finished I/O, decide, start I/O, compute, apply the result.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from engine.core.messages import (
 from engine.errors import CapacityError, InvalidRequest
 from engine.executor.executor import Executor, explained_out_of_memory
 from engine.executor.multiprocess import make_executor
-from engine.identity import compute_identity
+from engine.identity import CheckpointState, compute_identity
 from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
@@ -82,15 +83,21 @@ class EngineCore:
     @explained_out_of_memory()
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         self.config = config
+        checkpoint = CheckpointState.of(config.model)
         model_config = read_config(config.model, config.model_impl)
-        self._executor = make_executor(config, model_config, wake)
-        try:
-            self._set_up(model_config, wake)
-        except BaseException:
-            self._executor.shutdown()
-            raise
+        with contextlib.ExitStack() as started:  # what a start that fails has to end
+            self._executor = make_executor(config, model_config, wake)
+            started.callback(self._executor.shutdown)
+            self._set_up(model_config, checkpoint, wake, started)
+            started.pop_all()
 
-    def _set_up(self, model_config: DecoderConfig, wake: Callable[[], None]) -> None:
+    def _set_up(
+        self,
+        model_config: DecoderConfig,
+        checkpoint: CheckpointState,
+        wake: Callable[[], None],
+        started: contextlib.ExitStack,
+    ) -> None:
         config, dtype = self.config, model_config.resolve_dtype(self.config.dtype)
         order = page_order(self._executor.attention_name)
         layout = model_config.kv_layout(dtype=dtype, block_size=config.block_size, order=order)
@@ -103,6 +110,7 @@ class EngineCore:
             backend=model_config.backend,
             quantization=config.quantization,
         )
+        checkpoint.check()
         self._fingerprint = identity.fingerprint
         num_blocks = _num_blocks(config, layout, model_config.max_model_len, self._executor)
         max_model_len = _max_model_len(config, model_config.max_model_len, num_blocks)
@@ -118,7 +126,8 @@ class EngineCore:
         self._connector = make_connector(config.kv_connector, wake)
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self_test(self._connector)
-        self._runner = ModelRunner(self._executor, kv)
+        started.callback(self._connector.shutdown)
+        self._runner = ModelRunner(self._executor, kv, kv_cache)
         drafter = Drafter(
             config.num_speculative_tokens,
             max_num_rows=config.max_num_seqs,
@@ -127,6 +136,7 @@ class EngineCore:
         )
         self.scheduler = Scheduler(config, kv, self._connector, max_model_len, drafter=drafter)
         self._grammars = GrammarCompiler(Path(config.model), model_config.vocab_size, wake)
+        started.callback(self._grammars.shutdown)
         self.step_time = StepTimeEstimator(self._runner.warm_up())
         self._step_cost = StepCostEstimator()
         self._num_arrived = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,11 +35,16 @@ class LinearSource:
         """One matrix for several projections of the same input, in this order; `parts`: name -> output features."""
         weights, quantization = self.weights, self.quantization
         shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
-        bias = torch.cat([weights.take(f"{name}.bias", (size,)) for name, size in parts.items()]) if has_bias else None
+        biases = {f"{name}.bias": (size,) for name, size in parts.items()} if has_bias else {}
+        bias = _taken_together(weights, biases) if has_bias else None
         if quantization == "none":
-            return make_linear(torch.cat([weights.take(name, shape) for name, shape in shapes.items()]), bias)
+            return make_linear(_taken_together(weights, shapes), bias)
         matrices = [weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()]
         return QuantizedLinear(stacked(matrices), bias, self.dtype)
+
+
+def _taken_together(weights: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
+    return torch.cat([weights.take(name, shape, is_kept=False) for name, shape in shapes.items()])
 
 
 class Linear(Protocol):
@@ -50,7 +56,7 @@ class Linear(Protocol):
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """y = x W^T + b. weight [out_features, in_features], bias [out_features], on the device and of the dtype to run
-    with. On CPU the bits of a row do not depend on the other rows of the call."""
+    with. On CPU the layer has copies of both, and the bits of a row do not depend on the other rows of the call."""
     return PanelLinear(weight, bias) if PanelLinear.supports(weight) else PackedLinear(weight, bias)
 
 
@@ -78,6 +84,8 @@ class PackedLinear:
         self._dtype = weight.dtype
         if weight.device.type == "cpu" and weight.dtype == torch.float16:
             weight, bias = weight.float(), None if bias is None else bias.float()
+        elif weight.device.type == "cpu":  # both may be views of a file
+            weight, bias = weight if _can_pack(weight) else weight.clone(), None if bias is None else bias.clone()
         self._bias = bias
         is_packed = _can_pack(weight)
         # Looked up once: the lookup costs as much as a small layer.

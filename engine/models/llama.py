@@ -72,9 +72,9 @@ class LlamaModel:
         self._layers = [_take_layer(config, linears, self._elementwise, layer) for layer in part.layers]
         if part.is_last_stage:
             self._norm = weights.take("model.norm.weight", (config.hidden_size,))
-            head = self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape)
+            head = self._embedding if is_tied else weights.take("lm_head.weight", vocab_shape, is_kept=False)
             if is_tied and weights.has("lm_head.weight"):
-                own = weights.take("lm_head.weight", vocab_shape)
+                own = weights.take("lm_head.weight", vocab_shape, is_kept=False)
                 head = head if torch.equal(own, head) else own  # a fine-tune's, which transformers does not tie either
             self._lm_head = make_linear(head)
         weights.finish(ignored=("rotary_emb.inv_freq",))  # a table in old checkpoints
@@ -323,7 +323,8 @@ def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwi
     if experts.names == "mixtral" and not linears.weights.has(f"{prefix}.gate.weight"):  # a state dict's names
         prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
     # The router is never quantised: it decides which experts compute.
-    router = make_linear(linears.weights.take(f"{prefix}.gate.weight", (experts.num_experts, hidden)))
+    router_shape = (experts.num_experts, hidden)
+    router = make_linear(linears.weights.take(f"{prefix}.gate.weight", router_shape, is_kept=False))
     return SparseMLP(
         router,
         [

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ class TransformersModel:
             _load_weights(folder, dtype) if dummy_seed is None else _dummy_model(folder, dtype, dummy_seed)
         ).to(device)
         _pack_linear_layers(self._model, dtype, quantization)
+        if dummy_seed is None and device == torch.device("cpu"):
+            _own_memory(self._model)
         self._decoder = self._model.get_decoder()
         self._decoder_place, self._given_hidden = _place(self._model, self._decoder), _GivenHidden()
 
@@ -444,6 +447,13 @@ def _pack_linear_layers(model: Any, dtype: torch.dtype, quantization: Quantizati
             if type(layer) is torch.nn.Linear or type(layer) is Conv1D:
                 kept = "none" if layer is output_layer else quantization
                 setattr(parent, name, _Packed(_packed(layer, dtype, kept), layer.weight.detach()))
+
+
+def _own_memory(model: torch.nn.Module) -> None:
+    """Copies, one by one, what no linear layer has taken: which may be views of the checkpoint's files. What is tied
+    stays tied."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linear:

@@ -1,7 +1,8 @@
 """Sources of a model's tensors: safetensors files, or random numbers. Never a pickle.
 
 A source returns each tensor once, by name and expected shape, so that a missing, mis-shaped or unused tensor is named.
-Tensors of files are mapped and not read until they are taken.
+Tensors of files are mapped and not read until they are taken. What a model keeps is in memory of its own: a file that
+is overwritten or truncated later changes nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether a tensor that a model may lack is there."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor called `name`, of this shape, on the source's device and of its dtype."""
+    def take(self, name: str, shape: tuple[int, ...], *, is_kept: bool = True) -> torch.Tensor:
+        """The tensor called `name`, of this shape, on the source's device and of its dtype. Not `is_kept`: the caller
+        copies it, and it may be a view of the file."""
 
     def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
         """The same, in codes. A part has those of the whole."""
-        return QuantizedMatrix.of(self.take(name, shape), quantization)
+        return QuantizedMatrix.of(self.take(name, shape, is_kept=False), quantization)
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored`, or beginning with one
@@ -74,7 +76,7 @@ class SafetensorsWeights(WeightSource):
     def has(self, name: str) -> bool:
         return name in self._stored
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, is_kept: bool = True) -> torch.Tensor:
         """See `WeightSource.take`. Raises InvalidCheckpoint, naming tensor and file."""
         stored = self._stored.pop(name, None)
         if stored is None:
@@ -91,7 +93,8 @@ class SafetensorsWeights(WeightSource):
             )
         if tensor.dtype not in _READABLE:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
-        return tensor.to(device=self._device, dtype=self._dtype)
+        converted = tensor.to(device=self._device, dtype=self._dtype)
+        return converted.clone() if is_kept and converted is tensor else converted
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         left = sorted(name for name in self._stored if not name.endswith(ignored) and not name.startswith(elsewhere))
@@ -114,7 +117,8 @@ class DummyWeights(WeightSource):
     def has(self, name: str) -> bool:
         return False
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, is_kept: bool = True) -> torch.Tensor:
+        del is_kept
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         std = 1.0 if "embed" in name else 0.1 if len(shape) == 1 else 2.0 / shape[-1] ** 0.5
@@ -140,10 +144,10 @@ class PartWeights(WeightSource):
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._source.take(name, shape)
+    def take(self, name: str, shape: tuple[int, ...], *, is_kept: bool = True) -> torch.Tensor:
         if cut := self._cut(name, shape):
-            return tensor.narrow(*cut).clone()  # so that the whole can be freed
+            return self._source.take(name, shape, is_kept=False).narrow(*cut).clone()  # so that the whole can be freed
+        tensor = self._source.take(name, shape, is_kept=is_kept)
         if _module(name) in _INPUTS and self._part.tensor_rank:  # the bias of a sum over the ranks: the first adds it
             return torch.zeros_like(tensor)
         return tensor

@@ -164,15 +164,15 @@ class Scheduler:
 
     def update_from_output(self, output: SchedulerOutput, sampled: Sampled) -> None:
         """Apply a step's result: progress, new tokens, finished requests. `sampled` has tokens for each share that
-        samples, unless its logits were not finite."""
+        samples, unless its logits were not finite; a prompt whose KV is not finite ends."""
         self.counters.step_computed(output.num_tokens, sum(len(share.draft) for share in output.scheduled))
         for share in output.scheduled:
             request = share.request
             request.num_computed_tokens += share.num_tokens
             num_prompt_tokens = min(request.num_computed_tokens, request.num_initial_tokens) - share.start
             self.counters.num_prefilled_tokens += max(0, num_prompt_tokens)
-            if share.samples and not sampled.is_finite(request.request_id):  # its KV may not be either
-                self._fail(request, "the model's logits are not finite: no token can be sampled")
+            if (problem := sampled.problem(share)) is not None:
+                self._fail(request, problem)  # others do not find its KV of this step, which would make them fail too
                 continue
             self.kv.publish(request)
             self._offer(request, request.num_computed_tokens)

@@ -74,9 +74,17 @@ class Sampled:
     nothing_allowed: frozenset[str] = frozenset()
     """Requests whose own parameters exclude every token or made logits that are not finite, though the model's are."""
 
-    def is_finite(self, request_id: str) -> bool:
-        """Whether the model's logits for a request that samples are finite."""
-        return request_id in self.token_ids or request_id in self.nothing_allowed
+    not_finite: frozenset[str] = frozenset()
+    """Requests with a block, filled in this step, whose keys or values are not finite."""
+
+    def problem(self, share: ScheduledRequest) -> str | None:
+        """Why the request of this share cannot go on, and its KV of this step is of no use."""
+        request_id = share.request.request_id
+        if share.samples and not (request_id in self.token_ids or request_id in self.nothing_allowed):
+            return "the model's logits are not finite: no token can be sampled"
+        if request_id in self.not_finite:
+            return "the model's keys and values are not finite: no token can be sampled"
+        return None
 
     def event(self, request: Request, *, finish_reason: FinishReason | None, stop_token_id: int | None) -> TokensEvent:
         """The event of this request's tokens."""

@@ -35,6 +35,11 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_only: bool = False
     """Hand nothing over, and keep full blocks for requests with the same prompt: set by the multi connector."""
 
+    def check(self, name: str) -> None:
+        """Raises EngineError for what a connector of this name cannot do."""
+        if not (self.save or self.prefix_only):
+            raise EngineError(f"the {name} connector cannot hand KV over with save off")
+
 
 class StoreConnector(TransferConnector):
     """Implements engine.kv_connector.KVConnector over a store."""
@@ -47,9 +52,13 @@ class StoreConnector(TransferConnector):
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(store.name, options, wake=wake, clock=clock)
-        if not (options.save or options.prefix_only):
-            raise EngineError(f"the {store.name} connector cannot hand KV over with save off")
+        """Owns `store` from here on, also if it raises EngineError."""
+        try:
+            options.check(store.name)
+            super().__init__(store.name, options, wake=wake, clock=clock)
+        except BaseException:
+            store.close()
+            raise
         self._store = store
         self._options = options
         self._io: PageIO

@@ -143,7 +143,7 @@ def count(*, uses_graphs: bool) -> dict[str, tuple[int, int]]:
     kv = KVCacheManager(
         num_blocks=1, block_size=BLOCK_SIZE, max_model_len=BLOCK_SIZE, max_num_seqs=1, enable_prefix_caching=False
     )
-    ModelRunner(executor, kv).warm_up()
+    ModelRunner(executor, kv, executor._kv_cache).warm_up()
     before = {name: len(one.variants) for name, one in recorded.items()}
     serve(executor)
     return {name: (before[name], len(one.variants) - before[name]) for name, one in recorded.items()}

@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import engine.core.core as core_module
 from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.core import EngineCore, StepTimeEstimator
-from engine.core.messages import AbortRequests, AddRequest, EngineRequest, RemoteKV, TokensEvent
+from engine.core.messages import AbortRequests, AddRequest, EngineRequest, HoldKV, RemoteKV, TokensEvent
+from engine.errors import CheckpointChanged, EngineError, may_pass
+from engine.executor.executor import Executor
+from engine.executor.multiprocess import make_executor
 from engine.kv_connector import KVConnectorOutput, KVLoadResult, NullKVConnector
+from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
-from tests.builders import lively_checkpoint
+from tests.builders import lively_checkpoint, lively_model
+from tests.files_below import files_below
+from tests.kv_transfer.core_pair import store_config
 
 
 class ScriptedConnector(NullKVConnector):
@@ -112,6 +120,114 @@ def test_an_id_whose_blocks_are_held_is_rejected(tmp_path: Path) -> None:
     core.handle(AddRequest(again))
     assert not core.take_events()
     core.shutdown()
+
+
+def test_a_start_that_fails_behind_the_connector_shuts_it_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[NullKVConnector] = []
+
+    def shutdown(connector: NullKVConnector) -> None:
+        ended.append(connector)
+
+    def warm_up(runner: ModelRunner) -> float:
+        raise EngineError("no kernels")
+
+    monkeypatch.setattr(ScriptedConnector, "shutdown", shutdown)
+    monkeypatch.setattr(ModelRunner, "warm_up", warm_up)
+    with pytest.raises(EngineError, match="no kernels"):
+        loading_core(tmp_path)
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_does_not_start(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The identity would be that of the new files, and the KV that of the old ones."""
+    folder, new = (lively_checkpoint(tmp_path / one, "llama", seed=seed) for seed, one in enumerate(("model", "new")))
+    (new / "config.json").write_text((new / "config.json").read_text() + "\n")
+    config = EngineConfig(model=str(folder), dtype="float32", num_blocks=16)
+
+    def make_and_replace(*arguments: Any) -> Executor:
+        executor = make_executor(*arguments)
+        (new / name).replace(folder / name)
+        return executor
+
+    monkeypatch.setattr(core_module, "make_executor", make_and_replace)
+    with pytest.raises(CheckpointChanged, match=f"'{name}' of .* changed while the engine loaded it; start it again"):
+        EngineCore(config, wake=lambda: None)
+    assert may_pass(CheckpointChanged())
+    monkeypatch.undo()
+    EngineCore(config, wake=lambda: None).shutdown()
+
+
+BROKEN_ID = 999
+SHARED = list(range(20, 52))
+BROKEN = [*SHARED, *range(100, 110), BROKEN_ID, *range(120, 300)]
+"""In chunks of 64 tokens, the broken one in the first of them, which samples nothing."""
+SPLIT: dict[str, Any] = {"max_num_batched_tokens": 64, "num_blocks": 64}
+
+
+def broken_model(folder: Path) -> Path:
+    """One of its tokens has keys and values that are not finite."""
+    model = lively_model("llama", tie_word_embeddings=False)
+    model.model.embed_tokens.weight.data[BROKEN_ID] = torch.inf
+    model.save_pretrained(folder)
+    return folder
+
+
+def answered(core: EngineCore, prompt: list[int], **fields: Any) -> list[TokensEvent]:
+    """All events of a request with this prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    core.handle(AddRequest(EngineRequest(request_id="one", prompt_token_ids=prompt, params=params, **fields)))
+    events: list[TokensEvent] = []
+    while not events or events[-1].finish_reason is None:
+        events += [event for event in core.step() if isinstance(event, TokensEvent)]
+    return events
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_backend": "reference"},
+        {"model_impl": "transformers"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+    ],
+    ids=str,
+)
+def test_no_request_finds_the_beginning_of_a_prompt_whose_kv_is_not_finite(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Every request with that beginning would fail."""
+    config = EngineConfig(model=str(broken_model(tmp_path)), dtype="float32", **SPLIT, **options)
+    other = [*SHARED, 7, 8, 9]
+    core = EngineCore(config, wake=lambda: None)
+    expected = [event.token_ids for event in answered(core, other)]
+    core.shutdown()
+    core = EngineCore(config, wake=lambda: None)
+    [failed] = answered(core, BROKEN)
+    assert failed.error == "the model's keys and values are not finite: no token can be sampled"
+    assert core.load.num_steps == 1
+    found = answered(core, other)
+    assert found[0].num_cached_tokens == 0
+    assert [event.token_ids for event in found] == expected
+    assert answered(core, other)[0].num_cached_tokens == len(SHARED)
+    core.shutdown()
+
+
+def test_the_beginning_of_a_prompt_whose_kv_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    core = EngineCore(store_config(broken_model(tmp_path / "model"), tmp_path, **SPLIT), wake=lambda: None)
+    whole = [one for one in BROKEN if one != BROKEN_ID]
+    assert answered(core, whole, hold_kv=HoldKV(transfer_id="whole", lease_s=60.0))[-1].finish_reason == "hand_over"
+    core.shutdown()  # which waits for what is saved
+    assert files_below(tmp_path / "store")
+    other = tmp_path / "other"
+    core = EngineCore(store_config(tmp_path / "model", other, **SPLIT), wake=lambda: None)
+    [failed] = answered(core, BROKEN, hold_kv=HoldKV(transfer_id="broken", lease_s=60.0))
+    assert failed.finish_reason == "error"
+    core.shutdown()
+    assert not files_below(other / "store")
 
 
 def test_a_big_chunk_is_predicted_long_before_any_was_computed() -> None:

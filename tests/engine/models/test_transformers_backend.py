@@ -221,6 +221,19 @@ def test_a_damaged_file_is_an_invalid_checkpoint(tmp_path: Path) -> None:
         _llm(tmp_path)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "hunyuan_v1_moe"])
+def test_a_file_that_is_overwritten_after_the_load_changes_nothing(architecture: str, tmp_path: Path) -> None:
+    """gpt2's output layer is tied to its embedding."""
+    folder = lively_checkpoint(tmp_path, architecture, **ARCHITECTURES[architecture])
+    llm = _llm(folder, enable_prefix_caching=False)
+    prompts = random_prompts(2, longest=20, vocab_size=1000)
+    before = _generate(llm, prompts)
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert _generate(llm, prompts) == before
+
+
 def test_the_encoder_of_images_is_neither_loaded_nor_quantised(tmp_path: Path) -> None:
     """Weights of more than two dimensions cannot be quantised; the encoder has one."""
     folder = lively_checkpoint(tmp_path, "gemma3", **ARCHITECTURES["gemma3"])

@@ -16,8 +16,10 @@ from engine.config import EngineConfig
 from engine.errors import InvalidCheckpoint
 from engine.models import load_model
 from engine.models.config import ModelConfig
+from engine.models.linear import PackedLinear, make_linear
 from engine.models.llama import LlamaModel
-from engine.models.weights import DummyWeights
+from engine.models.weights import DummyWeights, PartWeights, SafetensorsWeights
+from engine.partition import Parallelism
 from tests.builders import lively_checkpoint
 from tests.engine.attention.paged_step import paged_step
 
@@ -138,6 +140,50 @@ def test_a_head_of_its_own_is_computed_although_the_config_ties_it(tmp_path: Pat
     with torch.inference_mode():
         expected = theirs(PROMPT[None]).logits[0]
     torch.testing.assert_close(_logits(_load(folder)), expected, rtol=1e-4, atol=1e-4)
+
+
+def _overwrite(path: Path) -> None:
+    """In place, as `rsync --inplace` does: what has mapped the file sees it."""
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_file_that_is_overwritten_after_the_load_changes_nothing(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
+    folder = lively_checkpoint(tmp_path, architecture, num_hidden_layers=2)
+    model = _load(folder, quantization=quantization)
+    before = _logits(model)
+    _overwrite(folder / "model.safetensors")
+    assert torch.equal(_logits(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["model.norm.weight", _EMBEDDING, "model.layers.0.self_attn.k_proj.bias"])
+def test_a_ranks_part_is_in_memory_of_its_own(checkpoint: Path, name: str, dtype: torch.dtype) -> None:
+    _rewrite(checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    shape = tuple(load_file(checkpoint / "model.safetensors")[name].shape)
+    config = ModelConfig.from_folder(checkpoint)
+    source = SafetensorsWeights(checkpoint, dtype=dtype, device=CPU)
+    part = PartWeights(source, Parallelism(pipeline_parallel_size=2).part(0, config), config).take(name, shape)
+    before = part.clone()
+    _overwrite(checkpoint / "model.safetensors")
+    assert torch.equal(part, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_features", [64, 63])
+def test_a_linear_layer_on_cpu_has_copies_of_what_it_was_made_of(dtype: torch.dtype, in_features: int) -> None:
+    weight, bias = torch.randn(64, in_features).to(dtype), torch.randn(64).to(dtype)
+    for make in (make_linear, PackedLinear):
+        given, x = (weight.clone(), bias.clone()), torch.randn(3, in_features).to(dtype)
+        layer = make(*given)
+        before = layer(x)
+        for tensor in given:
+            tensor.zero_()
+        assert torch.equal(layer(x), before)
 
 
 def test_dummy_weights_depend_on_seed_and_name_alone() -> None:

@@ -301,5 +301,19 @@ def test_no_request_finds_the_blocks_of_a_prompt_whose_logits_are_not_finite() -
     assert num_found_after_a_failure(are_logits_finite=False) == 0
 
 
+def test_no_request_finds_the_blocks_of_a_prompt_whose_keys_or_values_are_not_finite() -> None:
+    """Nor does the connector hear of them: the step samples nothing, so that no logits show it."""
+    scheduler = make_scheduler(budget=BLOCK_SIZE)
+    request = add(scheduler, list(range(3 * BLOCK_SIZE)))
+    output = scheduler.schedule()
+    assert not any(share.samples for share in output.scheduled)
+    scheduler.update_from_output(output, Sampled(not_finite=frozenset([request.request_id])))
+    check_blocks(scheduler)
+    assert request.finish_reason == "error"
+    again = add(scheduler, list(range(3 * BLOCK_SIZE)))
+    step(scheduler)
+    assert again.num_cached_tokens == 0
+
+
 def test_the_blocks_of_a_prompt_whose_parameters_exclude_every_token_stay_cached() -> None:
     assert num_found_after_a_failure(are_logits_finite=True) == 2 * BLOCK_SIZE

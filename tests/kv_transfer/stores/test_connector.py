@@ -245,6 +245,14 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict[str, str | int | 
         SharedStorageConnector(wake=lambda: None, **{**options_of(tmp_path), **options})
 
 
+@pytest.mark.parametrize("wrong", [{"kv_secret_file": ""}, {"save": False}])
+def test_a_connector_that_cannot_be_made_leaves_no_thread(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(EngineError):
+        SharedStorageConnector(wake=lambda: None, **{**options_of(tmp_path), **wrong})
+    assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
+
+
 def test_shutdown_waits_for_saves_and_removes_what_is_private(folder: SharedStorage) -> None:
     prefill = Core(folder)
     request = writer_of()
