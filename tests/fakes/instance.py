@@ -2,7 +2,7 @@
 
 Its tokens are those of `tests.fakes.tokens`. What it does wrong is data (`Behaviour`, which a test may change while it
 runs); what happened to it is a list of `Record`s in order. A decode instance really attaches to the prefill instance
-that it is told of, and a prefill instance really keeps its transfers until somebody releases them.
+that a request names, and a prefill instance really keeps its transfers until they are released.
 
     async with FakeInstance("prefill") as prefill, FakeInstance("decode") as decode: ...
 """
@@ -244,7 +244,7 @@ class FakeInstance:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call runs, or KV is held that nobody has released."""
+        """Whether a call runs, or KV is held that is not released yet."""
         held = any(one.complete.is_set() and not one.released for one in self._transfers.values())
         return held or self.num_open_calls > 0
 
