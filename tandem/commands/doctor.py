@@ -120,8 +120,11 @@ def command(
         checks += [check_model(model_name)]
         checks += [] if quick else [check_connector(choice) for choice in choices]
         checks.append(check_running_stacks())
-    with interruptible():
-        num_failed = sum(_show(finding) for check in checks for finding in _guarded(check))
+    num_failed = 0
+    with interruptible() as check_interrupted:
+        for finding in (finding for check in checks for finding in _guarded(check)):
+            check_interrupted()
+            num_failed += _show(finding)
     if num_failed:
         raise click.exceptions.Exit(1)
 

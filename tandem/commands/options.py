@@ -185,20 +185,31 @@ def echo_or_drop(text: str, *, err: bool = False) -> str:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[Callable[[], None]]:
     """The first Ctrl-C, or a like signal, ends a transfer of blocks by SystemExit; a second one must not interrupt the
-    cleanup."""
+    cleanup.
+
+    Gives a function for long work to call between its parts: it raises KeyboardInterrupt again if the first one was
+    lost, as Python drops an exception that is raised within `__del__`.
+    """
+    was_interrupted = False
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
         for number in before:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
+
+    def check() -> None:
+        if was_interrupted:
+            raise KeyboardInterrupt
 
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, on_signal) for number in end_signals()}
     try:
-        yield
+        yield check
     except KeyboardInterrupt:
         echo_or_drop("\nstopped; all files, keys and processes are removed", err=True)
         raise SystemExit(INTERRUPTED) from None

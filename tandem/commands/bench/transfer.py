@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,8 @@ def command(
     ]
     results: list[Result] = []
     try:
-        with interruptible():
-            _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds, results)
+        with interruptible() as check_interrupted:
+            _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds, results, check_interrupted)
     finally:
         if json_file is not None and results:
             _write(json_file, results, is_partial=len(results) < len(subjects))
@@ -163,10 +163,12 @@ def _measure_all(
     digests: Sequence[str],
     num_rounds: int,
     results: list[Result],
+    check_interrupted: Callable[[], None],
 ) -> None:
     """Adds the results of those that do not fail to `results`, and prints each table, as soon as it is measured.
 
-    A subject is a connector, UCX_TLS, a number of blocks and the bytes of each.
+    A subject is a connector, UCX_TLS, a number of blocks and the bytes of each. `check_interrupted` is called before
+    each round, as `interruptible` gives it.
     """
     from engine.errors import EngineError
     from kv_transfer.stores.base import StoreError
@@ -176,7 +178,7 @@ def _measure_all(
 
     for choice, tls, num_blocks, block_bytes in subjects:
         medium = medium_of(choice, tls=tls)
-        progress = _ProgressLine(medium.name)
+        progress = _ProgressLine(medium.name, check_interrupted)
         try:
             shape = Shape(num_blocks, block_bytes)
             result = measure(medium, shape, digests=digests, num_rounds=num_rounds, progress=progress.show)
@@ -194,13 +196,16 @@ def _measure_all(
 class _ProgressLine:
     """One line on standard error that changes; off a terminal, one line for each measurement."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, check_interrupted: Callable[[], None]) -> None:
         self._name = name
+        self._check_interrupted = check_interrupted
         self._is_live = is_terminal(sys.stderr)
         if not self._is_live:
             click.echo(f"measuring {name} …", err=True)
 
     def show(self, text: str) -> None:
+        """Raises KeyboardInterrupt instead if one was lost."""
+        self._check_interrupted()
         if self._is_live:
             click.echo(f"\r\033[K{self._name}: {text} …", nl=False, err=True)
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +170,8 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
     )
     try:
         # STEP wait until server and holder are there, and rounds pass
-        parent, started_s = psutil.Process(process.pid), time.monotonic()
+        parent = psutil.Process(process.pid)
         wait_until(lambda: len(parent.children()) >= 2, within_s=90)
-        start_s = time.monotonic() - started_s
         [its_redis] = [child for child in parent.children() if "redis" in child.name()]
         [listening] = [one for one in its_redis.net_connections() if one.status == psutil.CONN_LISTEN]
         with redis.Redis(port=listening.laddr.port) as server:
@@ -181,12 +179,9 @@ def test_whatever_ends_it_leaves_no_process_and_ctrl_c_no_file_either(tmp_path: 
         children = parent.children(recursive=True)
         # STEP end it
         process.send_signal(number)
-        ended_s = time.monotonic()
         process.wait(60)
         gone, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
-        end_s = time.monotonic() - ended_s
-        assert end_s < max(8, 3 * start_s), "it takes a tenth of the start's time"
         assert len(gone) >= 2
         if number == signal.SIGINT:
             assert process.returncode == 130
@@ -217,6 +212,26 @@ def test_ctrl_c_keeps_the_results_before_it_and_without_any_the_earlier_file(
         written = json.loads(file.read_text())
         assert written["partial"]
         assert [result["num_blocks"] for result in written["results"]] == [4]
+
+
+def test_ctrl_c_ends_it_even_where_python_drops_the_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def clear(medium: SharedStorageMedium, keys: object) -> None:
+        rounds.append(keys)
+        if len(rounds) == 1:
+            Interrupted()
+
+    rounds: list[object] = []
+    monkeypatch.setattr(SharedStorageMedium, "clear", clear)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+    storage = ("--connector", "shared_storage", "--kv-folder", str(tmp_path), "--digest", "off")
+    status, output = bench(*storage)
+    assert (status, len(rounds)) == (130, 2), output  # the second is the cleanup
+    assert "stopped" in output
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(ignored_hangup: signal.Handlers) -> None:
@@ -284,7 +299,7 @@ def test_a_source_that_does_not_take_its_settings_leaves_no_process(monkeypatch:
 
 def test_a_closed_standard_error_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    progress = _ProgressLine("nixl")
+    progress = _ProgressLine("nixl", lambda: None)
     progress.show("round 1")
     progress.clear()
 
