@@ -437,9 +437,12 @@ def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offs
     for candidates in positions:
         chosen = candidates[0]
         best = [chosen, *(item for item in candidates[1:] if item.rank <= top)]
+        values: dict[str, float] = {}
+        for item in best:  # parts of characters have the same text: the chosen one's value counts, or the best one's
+            values.setdefault(texts.of(item.token_id), _finite(item.logprob))
         columns["tokens"].append(texts.of(chosen.token_id))
         columns["token_logprobs"].append(_finite(chosen.logprob))
-        columns["top_logprobs"].append({texts.of(item.token_id): _finite(item.logprob) for item in best})
+        columns["top_logprobs"].append(values)
         columns["text_offset"].append(offset.num_chars)
         offset.add(chosen.token_id)
     return columns

@@ -18,7 +18,7 @@ from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.requests import CompletionBody
-from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts
+from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts, completion_logprobs
 from router.dispatch.handler import Siblings
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
@@ -383,3 +383,14 @@ def test_text_offsets_are_those_in_the_text(
     behind = IncrementalDetokenizer(tokenizer, prompt=given)
     assert echoed["text_offset"] == [*accumulate((len(alone.push([one])) for one in given), initial=0)][:-1]
     assert own["text_offset"] == [*accumulate((len(behind.push([one])) for one in ids), initial=len(echo))][:-1]
+
+
+def test_of_candidates_with_one_text_the_chosen_ones_value_counts() -> None:
+    """Parts of characters all have the text U+FFFD."""
+    tokenizer = byte_level()
+    candidates = common_pb2.TokenLogprobs()
+    for rank, token_id in enumerate(bytes_of(tokenizer, b"\xe2\xc3A"), 1):
+        candidates.candidates.add(token_id=token_id, logprob=-float(rank), rank=rank)
+    columns = completion_logprobs(TokenTexts(tokenizer), [candidates.candidates], TextOffset(), 3)
+    assert (columns["tokens"], columns["token_logprobs"]) == (["\ufffd"], [-1.0])
+    assert columns["top_logprobs"] == [{"\ufffd": -1.0, "A": -3.0}]
