@@ -331,6 +331,7 @@ def _input(arguments: str) -> dict[str, Any]:
     """Arguments that are no JSON object, as those that max_tokens has cut, are wrapped as Anthropic advises."""
     try:
         parsed = loads_unicode(arguments or "{}")
+        json.dumps(parsed, allow_nan=False)  # raises ValueError for what JSON lacks, and would be null
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}

@@ -75,6 +75,16 @@ async def test_arguments_that_max_tokens_cuts_are_marked(run_http: RunHttp) -> N
         assert ARGUMENTS[0].startswith(call.input["INVALID_JSON"])
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+async def test_arguments_with_numbers_that_json_lacks_are_marked(run_http: RunHttp, value: str) -> None:
+    """As numbers they would be null."""
+    arguments = f'{{"city": {value}}}'
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
+    async with run_http(**writing(text)) as http, client_of(http) as client:
+        [call] = (await client.messages.create(**asking())).content
+        assert call.input == {"INVALID_JSON": arguments}
+
+
 @pytest.mark.parametrize(
     ("num_chars", "ending"), [(FIRST_END - 3, ("stop_sequence", "a stop")), (FIRST_END, ("tool_use", None))]
 )
