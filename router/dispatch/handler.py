@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from engine.errors import shown
+from engine.text.detokenizer import OutputProcessor
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.admission.controller import AdmissionController
 from router.dispatch.dispatcher import Dispatcher
@@ -32,7 +33,7 @@ from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
 from serving.auth import Metadata
 from serving.errors import Aborted, Overloaded, ServiceError, Unavailable
-from serving.limits import call_end
+from serving.limits import call_end, start_in_thread
 from serving.logging import RequestEvent, set_request_id
 
 _DEADLINE_SLACK_S = 0.1  # a call that is cancelled so shortly before its deadline was ended by that
@@ -297,7 +298,20 @@ class RequestHandler:
             await writer.write_unsent()
             for choice in self._choices:
                 if not choice.finished:
-                    await writer.emit(choice.abort())
+                    await writer.emit(choice.abort(await self._held_text(request, choice)))
+
+    async def _held_text(self, request: GenerationRequest, choice: Choice) -> str:
+        """What of the emitted tokens' text might have become a stop string: an instance has held it back."""
+        if not request.params.stop:
+            return ""
+        processor = OutputProcessor(self.model.tokenizer, request.params, prompt=request.prompt_token_ids)
+
+        def held() -> str:
+            processor.replay(choice.token_ids)
+            is_same = processor.num_delivered == choice.num_chars  # as long as the instance has the same tokenizer
+            return processor.push((), finish_reason="abort").text if is_same else ""
+
+        return await start_in_thread(held, "end the text of an aborted answer")
 
     async def _generate(self, request: GenerationRequest, writer: ResponseWriter) -> None:
         """The request's work, once it is admitted. A request that waits for admission can be aborted too."""

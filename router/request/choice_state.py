@@ -176,8 +176,8 @@ class Choice:
             self._complete_usage(chunk.finish.usage)
         return True
 
-    def abort(self) -> common_pb2.TokenChunk:
-        """Finishes the choice as aborted; returns its last chunk."""
+    def abort(self, text: str = "") -> common_pb2.TokenChunk:
+        """Finishes the choice as aborted; returns its last chunk, with the `text` that is left of its tokens."""
         self.finished = self.aborted = True
         finish = common_pb2.Finish(reason=common_pb2.FINISH_REASON_ABORT)
         self._complete_usage(finish.usage)
@@ -186,6 +186,7 @@ class Choice:
             choice=self.index,
             token_index=self.num_emitted,
             text_offset=self.num_chars,
+            text=text,
             finish=finish,
         )
 

@@ -302,6 +302,8 @@ def _params(
         params = msgspec.structs.replace(params, max_tokens=default_max_tokens)  # not a value that the client has set
     if model.tokenizer is not None:
         params = with_bad_word_ids(params, partial(model.tokenizer.encode, add_special_tokens=False))
+    elif params.stop:
+        raise InvalidRequest("stop", "requires a tokenizer, which this model does not have", "no stop strings")
     params = output.constrained(params)
     if params.is_constrained and not supports_constraints(model.tokenizer):
         raise InvalidRequest("constraint", "requires a tokenizer whose tokens have bytes", "no constraint")

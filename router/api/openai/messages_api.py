@@ -15,6 +15,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from engine.errors import shown
+from engine.text.chat_output import Brackets
 from engine.text.chat_template import loads_unicode
 from protos.tandem.v1 import common_pb2
 from router.api.openai.blocks import Block, BlocksBuilder
@@ -292,10 +293,11 @@ class MessagesBuilder(BlocksBuilder[MessagesRequest]):
         finish = self._finish
         if finish.reason != common_pb2.FINISH_REASON_STOP:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if finish.HasField("stop_string"):
+        calls = [block.text for block in self._blocks if block.kind == "call"]
+        is_whole = bool(calls) and Brackets().find_end(calls[-1], 0, "") is not None
+        if finish.HasField("stop_string") and not is_whole:
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop_string}
-        has_calls = any(block.kind == "call" for block in self._blocks)
-        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         """Anthropic counts cached tokens apart."""
@@ -329,6 +331,7 @@ def _input(arguments: str) -> dict[str, Any]:
     """Arguments that are no JSON object, as those that max_tokens has cut, are wrapped as Anthropic advises."""
     try:
         parsed = loads_unicode(arguments or "{}")
+        json.dumps(parsed, allow_nan=False)  # raises ValueError for what JSON lacks, and would be null
     except (ValueError, RecursionError):
         parsed = None
     return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}

@@ -9,10 +9,9 @@ The bodies are msgspec structs and not pydantic models, since each token is an e
 from __future__ import annotations
 
 import asyncio
-import codecs
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +19,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.text.chat_output import Brackets
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.exchange import Exchange
@@ -148,12 +148,9 @@ class Format(ABC, Generic[B]):
         self.body = body
         self._texts = texts
 
-    @property
-    def hidden_ids(self) -> Collection[int]:
-        """The tokens that texts leave out."""
-        if self.body.skip_special_tokens is False or self._texts.tokenizer is None:
-            return ()
-        return self._texts.tokenizer.special_ids
+    def offset(self, num_chars: int, call: RequestHandler) -> TextOffset:
+        """That of a choice's first token, behind `num_chars` characters."""
+        return TextOffset(num_chars)
 
     @abstractmethod
     def logprobs(self, chunk: common_pb2.TokenChunk, offset: TextOffset) -> Logprobs | None:
@@ -188,6 +185,13 @@ class CompletionFormat(Format[CompletionBody]):
     @property
     def num_prompts(self) -> int:
         return len(self.body.prompt)
+
+    def offset(self, num_chars: int, call: RequestHandler) -> TextOffset:
+        if self.body.logprobs is None or call.request is None:
+            return TextOffset(num_chars)
+        params = call.request.params
+        options = {"skip_special_tokens": params.skip_special_tokens, "is_constrained": params.is_constrained}
+        return TextOffset(num_chars, self._texts.tokenizer, prompt=call.prompt, **options)
 
     def logprobs(self, chunk: common_pb2.TokenChunk, offset: TextOffset) -> Logprobs | None:
         if self.body.logprobs is None:
@@ -273,7 +277,7 @@ class ResponseBuilder(ABC):
         is_first = index not in self._offsets
         echo, echo_logprobs = self._echoes[prompt_index] if is_first else ("", None)
         if is_first:
-            self._offsets[index] = TextOffset(len(echo), self.form.hidden_ids)
+            self._offsets[index] = self.form.offset(len(echo), call)
         offset = self._offsets[index]
         choice = Choice(index, echo + (message.delta.content if message.HasField("delta") else chunk.text))
         choice.reasoning = message.delta.reasoning or UNSET
@@ -415,15 +419,16 @@ class TextOffset:
     """Where the text of a choice's next token begins, in characters. Known by the tokens alone, since a part of their
     text may not have been delivered yet; a character of several tokens counts where it is complete."""
 
-    def __init__(self, num_chars: int = 0, hidden_ids: Collection[int] = ()) -> None:
-        """`hidden_ids`: tokens that the text leaves out."""
+    def __init__(self, num_chars: int = 0, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+        """`options` are those of the choice's detokenizer. Without a tokenizer tokens have no text."""
         self.num_chars = num_chars
-        self._hidden_ids = hidden_ids
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, **options)
 
-    def add(self, token_id: int, texts: TokenTexts) -> None:
-        if token_id not in self._hidden_ids:
-            self.num_chars += len(self._decoder.decode(texts.data_or_text(token_id)))
+    def add(self, token_id: int | None) -> None:
+        """None: no token follows, so that the beginning of a character counts."""
+        if self._detokenizer is not None:
+            text = self._detokenizer.finish() if token_id is None else self._detokenizer.push((token_id,))
+            self.num_chars += len(text)
 
 
 def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offset: TextOffset, top: int) -> Logprobs:
@@ -431,13 +436,15 @@ def completion_logprobs(texts: TokenTexts, positions: Sequence[Candidates], offs
     columns: Logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for candidates in positions:
         chosen = candidates[0]
-        token = texts.of(chosen.token_id)
         best = [chosen, *(item for item in candidates[1:] if item.rank <= top)]
-        columns["tokens"].append(token)
+        values: dict[str, float] = {}
+        for item in best:  # parts of characters have the same text: the chosen one's value counts, or the best one's
+            values.setdefault(texts.of(item.token_id), _finite(item.logprob))
+        columns["tokens"].append(texts.of(chosen.token_id))
         columns["token_logprobs"].append(_finite(chosen.logprob))
-        columns["top_logprobs"].append({texts.of(item.token_id): _finite(item.logprob) for item in best})
+        columns["top_logprobs"].append(values)
         columns["text_offset"].append(offset.num_chars)
-        offset.add(chosen.token_id, texts)
+        offset.add(chosen.token_id)
     return columns
 
 
@@ -446,16 +453,17 @@ def prompt_logprobs(
 ) -> Logprobs:
     """The same of a prompt that is echoed as `num_chars` characters. Its first token has no prediction. Its last one
     ends where the text does: what a tokenizer adds to the client's text, such as a BOS, is before it."""
-    first, offset = prompt[0], TextOffset()
+    first, offset = prompt[0], TextOffset(0, texts.tokenizer, skip_special_tokens=False)
     columns: Logprobs = {
         "tokens": [texts.of(first)],
         "token_logprobs": [None],
         "top_logprobs": [None],
         "text_offset": [0],
     }
-    offset.add(first, texts)
+    offset.add(first)
     for name, column in completion_logprobs(texts, positions[1:], offset, top).items():
         columns[name] += column
+    offset.add(None)
     num_added = offset.num_chars - num_chars
     columns["text_offset"] = [max(at - num_added, 0) for at in columns["text_offset"]]
     return columns

@@ -6,19 +6,25 @@ import asyncio
 import gc
 import logging
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from engine.sampling.params import SamplingParams
+from engine.text.detokenizer import IncrementalDetokenizer, OutputProcessor
+from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.dispatch import handler
+from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
+from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
 from tests.router.failing import deaf_client
-from tests.router.rig import Rig, request_of, slow
+from tests.router.rig import PROMPT, SEED, Answer, Rig, request_of, slow
 from tests.tcp import proxy
 from tests.waiting import until
 
@@ -126,6 +132,42 @@ async def test_an_abort_ends_every_choice(run: Run) -> None:
         await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
         answer = await pending
         assert [answer.finish(choice).reason for choice in range(3)] == [common_pb2.FINISH_REASON_ABORT] * 3
+        await rig.until_idle()
+
+
+class HoldingInstance(FakeInstance):
+    """Holds back what may become a stop string, as real instances do."""
+
+    def __init__(self, tokenizer: Tokenizer, behaviour: Behaviour) -> None:
+        super().__init__("decode", behaviour=behaviour)
+        self._tokenizer = tokenizer
+
+    async def tokens(
+        self, request: common_pb2.InstanceRequest, emitted: list[int], *, hand_over: bool
+    ) -> AsyncIterator[common_pb2.TokenChunk]:
+        params = SamplingParams(stop=tuple(request.sampling.stop), max_tokens=None)
+        processor = OutputProcessor(self._tokenizer, params, prompt=request.prompt_token_ids)
+        async for chunk in super().tokens(request, emitted, hand_over=hand_over):
+            delta = processor.push(chunk.token_ids)
+            chunk.text, chunk.text_offset = delta.text, delta.text_offset
+            yield chunk
+
+
+async def test_an_aborted_answer_has_the_text_of_all_its_tokens(run: Run, model: ServedModel) -> None:
+    tokenizer, ids, permits = model.tokenizer, expected_ids(PROMPT, SEED, 12), asyncio.Semaphore(12)
+    assert tokenizer is not None
+    text = IncrementalDetokenizer(tokenizer, prompt=PROMPT)
+    whole = text.push(ids) + text.finish()
+    async with run(prefill=0, decode=[HoldingInstance(tokenizer, Behaviour(permits=permits))]) as rig:
+        request, answer = request_of(max_tokens=1000, request_id="mine"), Answer()
+        request.sampling.stop.append(f"{whole[3:]} and more")
+        async for response in rig.call(request):
+            answer.responses.append(response)
+            if len(answer.ids()) == len(ids) and not response.tokens.HasField("finish"):
+                assert len(answer.text()) <= 3, "the rest is held"
+                await rig.stub.Abort(generation_pb2.AbortRequest(request_ids=["mine"]))
+        assert answer.finish().reason == common_pb2.FINISH_REASON_ABORT
+        assert (answer.ids(), answer.text()) == (ids, whole)
         await rig.until_idle()
 
 

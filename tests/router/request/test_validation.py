@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,7 +15,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from protos.tandem.v1 import common_pb2, generation_pb2
-from router.request.validation import ServedModel
+from router.request.validation import ModelLimits, ServedModel, validated
+from serving.errors import InvalidArgument
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
 from tests.router.conftest import Run
@@ -288,6 +290,15 @@ async def test_where_no_thread_can_be_started_the_router_is_full(
         error = await rejection(rig, IN_A_THREAD[what])
     assert error.code() is RE
     assert "no thread can be started" in str(error.details())
+
+
+async def test_stop_strings_require_a_tokenizer(model: ServedModel) -> None:
+    """By the client's name for them, before an instance rejects them by another."""
+    bare, limits = replace(model, tokenizer=None), ModelLimits(CONTEXT, 300, CONTEXT, CONTEXT)
+    wanted = request(sampling=common_pb2.SamplingParams(stop=["x"]))
+    with pytest.raises(InvalidArgument, match=r"^stop: requires a tokenizer") as raised:
+        await validated(wanted, bare, limits, deadline_s=None)
+    assert [violation.field for violation in raised.value.violations] == ["stop"]
 
 
 async def test_unknown_instances_make_a_request_unavailable_not_wrong(run: Run) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from tokenizers import processors
 
+from engine.sampling.params import SamplingParams
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.requests import CompletionBody
-from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts
+from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts, completion_logprobs
 from router.dispatch.handler import Siblings
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
@@ -21,7 +26,7 @@ from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
 from tests.router.api.openai.conftest import RunHttp
 from tests.router.rig import PROMPT, SEED, SHORT
-from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_fallback, byte_level, byte_level_backend
+from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_fallback, byte_level, byte_level_backend, word_piece
 from tests.waiting import until
 
 
@@ -321,7 +326,7 @@ def test_text_offsets_do_not_depend_on_how_much_text_is_delivered_with_the_token
     assert tokenizer.token_bytes is not None
     form = CompletionFormat(CompletionBody.parse(b'{"prompt": "x", "logprobs": 0}'), TokenTexts(tokenizer))
     all_ids = [*tokenizer.encode("It is\n漢字."), hidden, *tokenizer.encode("\n\tYes")]
-    offset, offsets = TextOffset(0, form.hidden_ids), list[int]()
+    offset, offsets = TextOffset(0, tokenizer), list[int]()
     for at in range(0, len(all_ids), num_at_once):
         chunk = common_pb2.TokenChunk(token_ids=all_ids[at : at + num_at_once])
         for token_id in chunk.token_ids:
@@ -332,3 +337,60 @@ def test_text_offsets_do_not_depend_on_how_much_text_is_delivered_with_the_token
     data = [tokenizer.token_bytes.of(one) for one in all_ids]
     data[all_ids.index(hidden)] = b""
     assert offsets == [len(b"".join(data[:number]).decode(errors="ignore")) for number in range(len(data))]
+
+
+def bytes_of(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """A token for each byte."""
+    table = tokenizer.token_bytes
+    assert table is not None
+    ids = {table.of(one): one for one in range(tokenizer.vocab_size)}
+    return [ids[data[at : at + 1]] for at in range(len(data))]
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt", "output"),
+    [
+        (byte_level, "ab€".encode()[:4], "ab€".encode()[4:] + b"xyz"),
+        (byte_fallback, "ab😀".encode()[:5], "ab😀".encode()[5:] + b"xyz"),
+        (byte_fallback, b"ab", "😀".encode()[:3] + b"xyz"),
+        (byte_fallback, None, "hello world"),
+        (word_piece, "hello", "hello world hello"),
+    ],
+    ids=["a prompt within a character", "with byte fallback", "no characters", "a prompt without text", "words"],
+)
+def test_text_offsets_are_those_in_the_text(
+    make: Callable[[], Tokenizer], prompt: str | bytes | None, output: str | bytes
+) -> None:
+    tokenizer = make()
+
+    def ids_of(text: str | bytes) -> list[int]:
+        return (
+            bytes_of(tokenizer, text) if isinstance(text, bytes) else tokenizer.encode(text, add_special_tokens=False)
+        )
+
+    given, ids = ids_of(prompt) if prompt is not None else [tokenizer.bos_token_id or 0], ids_of(output)
+    body = CompletionBody.parse(json.dumps({"prompt": given, "logprobs": 0, "echo": True}).encode())
+    form, chunk = CompletionFormat(body, TokenTexts(tokenizer)), common_pb2.TokenChunk()
+    for positions, one in [(chunk.prompt_logprobs, given), (chunk.logprobs, ids)]:
+        for token_id in one:
+            positions.add().candidates.add(token_id=token_id, logprob=-1.0, rank=1)
+    echo, echoed = form.echo(0, tuple(given), chunk)
+    call: Any = SimpleNamespace(prompt=tuple(given), request=SimpleNamespace(params=SamplingParams()))
+    own = form.logprobs(chunk, form.offset(len(echo), call))
+    assert echoed is not None
+    assert own is not None
+    alone = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    behind = IncrementalDetokenizer(tokenizer, prompt=given)
+    assert echoed["text_offset"] == [*accumulate((len(alone.push([one])) for one in given), initial=0)][:-1]
+    assert own["text_offset"] == [*accumulate((len(behind.push([one])) for one in ids), initial=len(echo))][:-1]
+
+
+def test_of_candidates_with_one_text_the_chosen_ones_value_counts() -> None:
+    """Parts of characters all have the text U+FFFD."""
+    tokenizer = byte_level()
+    candidates = common_pb2.TokenLogprobs()
+    for rank, token_id in enumerate(bytes_of(tokenizer, b"\xe2\xc3A"), 1):
+        candidates.candidates.add(token_id=token_id, logprob=-float(rank), rank=rank)
+    columns = completion_logprobs(TokenTexts(tokenizer), [candidates.candidates], TextOffset(), 3)
+    assert (columns["tokens"], columns["token_logprobs"]) == (["\ufffd"], [-1.0])
+    assert columns["top_logprobs"] == [{"\ufffd": -1.0, "A": -3.0}]

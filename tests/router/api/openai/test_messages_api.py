@@ -16,7 +16,7 @@ from router.api.openai.messages_api import MessagesRequest
 from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
-from tests.router.api.openai.test_tools import ARGUMENTS, CALLS, SCHEMA, TEXT, sent, writing
+from tests.router.api.openai.test_tools import ARGUMENTS, CALLS, FIRST_END, SCHEMA, TEXT, sent, writing
 from tests.router.api.test_security import ALICE, write_tokens
 from tests.router.rig import TIMEOUT_S, slow
 
@@ -73,6 +73,35 @@ async def test_arguments_that_max_tokens_cuts_are_marked(run_http: RunHttp) -> N
         assert message.stop_reason == "max_tokens"
         [call] = message.content
         assert ARGUMENTS[0].startswith(call.input["INVALID_JSON"])
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+async def test_arguments_with_numbers_that_json_lacks_are_marked(run_http: RunHttp, value: str) -> None:
+    """As numbers they would be null."""
+    arguments = f'{{"city": {value}}}'
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
+    async with run_http(**writing(text)) as http, client_of(http) as client:
+        [call] = (await client.messages.create(**asking())).content
+        assert call.input == {"INVALID_JSON": arguments}
+
+
+@pytest.mark.parametrize(
+    ("num_chars", "ending"), [(FIRST_END - 3, ("stop_sequence", "a stop")), (FIRST_END, ("tool_use", None))]
+)
+async def test_a_stop_sequence_behind_a_call_leaves_it_to_be_run(
+    run_http: RunHttp, num_chars: int, ending: tuple[str, str | None]
+) -> None:
+    """As in chats: an agent runs the tool only for this reason. A call that it cuts is none to run."""
+    fleet = writing(CALLS, stop_at=-(-num_chars // 3) - 1)
+    fleet["decode"][1].behaviour.num_waiting = 50  # the first one gets the request
+    async with run_http(**fleet) as http, client_of(http) as client:
+        options = asking(stop_sequences=["a stop"])
+        message = await client.messages.create(**options)
+        assert [block.type for block in message.content] == ["tool_use"]
+        assert (message.stop_reason, message.stop_sequence) == ending
+        async with client.messages.stream(**options) as stream:
+            message = await stream.get_final_message()
+        assert (message.stop_reason, message.stop_sequence) == ending
 
 
 @pytest.mark.parametrize("stream", [False, True])
