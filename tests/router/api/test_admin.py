@@ -120,6 +120,21 @@ async def test_an_ejected_instance_is_listed_and_explained_as_such(run: Run) -> 
         ]
 
 
+async def test_an_ejected_instance_that_is_the_last_one_is_explained_as_it_is_used(run: Run) -> None:
+    decode = [FakeInstance("decode", name) for name in ("bad", "good")]
+    async with operator(run, decode=decode, ejection={"failures": 1, "ejection_s": 1000.0}) as (rig, stub):
+        views = rig.app.pools.decode.views()
+        (bad,) = [view.key for view in views if view.instance_id == "bad"]
+        rig.app.safeguards.decode.failed(bad, views)
+        assert rig.app.safeguards.decode.ejected_s(bad) is not None
+        await decode[1].kill()
+        await until(lambda: rig.app.pools.decode.num_ready() == 1)
+        answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)
+        assert [(one.instance_id, one.picked) for one in answer.decode] == [("bad", True), ("good", False)]
+        trailers = (await rig.generate()).trailers
+        assert (trailers["tandem-decode"], trailers["tandem-reason"]) == ("bad", answer.reason)
+
+
 async def test_an_explanation_names_rejected_instances_and_why(run: Run) -> None:
     other = FakeInstance("prefill", "other", identity={"fingerprint": "f1"})
     leaving = FakeInstance("decode", "leaving")
