@@ -105,7 +105,6 @@ class RouterMetrics:
         self.ended[outcome] += 1
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
-        self.num_resumed += timeline.count(RequestEvent.RESUMED)
         for stage, events in STAGES.items():
             if (took_s := timeline.between(*events)) is not None:
                 self.stages[stage].observe(took_s)

@@ -303,6 +303,23 @@ async def test_a_resumption_is_no_retry_and_tokens_are_counted_by_their_kind(run
         assert value(samples, "output_tokens_total") == 20
 
 
+async def test_a_resumption_counts_before_its_answer_has_ended(run: Run) -> None:
+    decode = [
+        FakeInstance("decode", "decode-0", behaviour=Behaviour(die_at=5)),
+        FakeInstance("decode", "decode-1", behaviour=Behaviour(num_running=9, permits=asyncio.Semaphore(0))),
+    ]
+    async with run(metrics=METRICS, prefill=0, decode=decode) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=20))
+        await decode[1].until("decode")
+        samples = await scrape(rig)
+        assert value(samples, "failovers_total", kind="resumed") == 1
+        assert value(samples, "failovers_under_way") == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await until_ended(rig, 1)
+        assert value(await scrape(rig), "failovers_total", kind="resumed") == 1
+
+
 async def test_what_waits_is_reported_by_requests_tokens_and_tenants(run: Run) -> None:
     permits = asyncio.Semaphore(0)
     behaviour = Behaviour(permits=permits, load_age_s=1000.0)  # reports are older than the request
