@@ -320,6 +320,19 @@ async def test_a_resumption_counts_before_its_answer_has_ended(run: Run) -> None
         assert value(await scrape(rig), "failovers_total", kind="resumed") == 1
 
 
+async def test_an_instance_that_was_never_reached_has_no_age_of_a_report(run: Run) -> None:
+    """Infinite, it would be above every threshold and off every axis while an instance starts."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with run(metrics=METRICS, prefill=0, pools={"prefill": address}) as rig:
+            await until(lambda: len(rig.app.pools.prefill.instances) == 1)
+            samples = await scrape(rig)
+            assert value(samples, "instances", role="prefill", state="connecting") == 1
+            ages = [labels for name, labels in samples if name.endswith("instance_beat_age_seconds")]
+            assert [dict(labels)["role"] for labels in ages] == ["decode"]
+
+
 async def test_what_waits_is_reported_by_requests_tokens_and_tenants(run: Run) -> None:
     permits = asyncio.Semaphore(0)
     behaviour = Behaviour(permits=permits, load_age_s=1000.0)  # reports are older than the request
