@@ -410,8 +410,9 @@ def pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
         lines[0] += f"; {change_text(pool.last_change, f', {format_age(pool.last_change.age_s)} ago')}"
     if pool.HasField("autoscaler"):
         status = pool.autoscaler
-        decision = f"desired size {status.desired_size}" if status.leads else "another router leads"
-        lines.append(f"  autoscaler {status.min_size}..{status.max_size}: {decision}; {status.reason}")
+        decision = f"desired size {status.desired_size}; " if status.leads else "this router does not lead; "
+        decision = decision if pool.HasField("size") else ""  # no owner, or it does not answer: the reason says so
+        lines.append(f"  autoscaler {status.min_size}..{status.max_size}: {decision}{status.reason}")
     return lines
 
 

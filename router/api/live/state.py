@@ -388,6 +388,8 @@ def _pool(pool: PoolReading) -> Json:
         shown |= {"min": status.policy.min_size, "max": status.policy.max_size, "leads": status.leads}
         if status.decision is not None:
             shown |= {"desired": status.decision.desired, "hold": status.decision.hold or ""}
+        if status.failure is not None:
+            shown["hold"] = "no_answer"
         shown["reason"] = status.failure or (status.decision.reason if status.decision else "no observation yet")
     return shown
 

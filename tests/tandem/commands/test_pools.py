@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -251,6 +252,28 @@ def test_the_clients_port_is_distinguished_from_the_admin_listener(stack: Backgr
     assert status != 0
     assert f"the server at {stack.address} is not an admin listener" in output
     assert "--admin-listen" in output
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "shown"),
+    [
+        ({"leads": True, "desired_size": 3, "reason": "load 0.9"}, 2, "desired size 3; load 0.9"),
+        (
+            {"reason": "load 0.9; another router resizes"},
+            2,
+            "this router does not lead; load 0.9; another router resizes",
+        ),
+        ({"reason": "no observation yet"}, 2, "this router does not lead; no observation yet"),
+        ({"reason": "the owner does not answer"}, None, "the owner does not answer"),
+        ({"leads": True, "reason": "the pool has no owner"}, None, "the pool has no owner"),
+    ],
+)
+def test_the_autoscalers_line_claims_no_leader_and_no_size_that_it_does_not_know(
+    fields: dict[str, Any], size: int | None, shown: str
+) -> None:
+    status = pools_pb2.AutoscalerStatus(min_size=1, max_size=4, **fields)
+    pool = pools_pb2.PoolStatus(role=instance_pb2.ROLE_DECODE, size=size, autoscaler=status)
+    assert pools.pool_lines(pool)[1] == f"  autoscaler 1..4: {shown}"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(stack: Background) -> None:

@@ -222,6 +222,15 @@ def test_decisions_and_operators_resizes_are_listed_in_order() -> None:
     assert state["pools"]["decode"]["reason"] == "why 3.0"
 
 
+def test_a_failure_of_the_autoscaler_is_not_shown_with_what_held_the_size_before() -> None:
+    status = PoolStatus(DecodePolicy())
+    status.decided(ScaleDecision("decode", 1.0, 2, 2, 2, "steady", "load 0.7"), leads=True)
+    status.failed("no answer within 15 s")
+    pools = {"prefill": PoolReading(1, None, None), "decode": PoolReading(2, None, status)}
+    shown = LiveState().next(reading(10.0, pools=pools))["pools"]["decode"]
+    assert (shown["hold"], shown["reason"]) == ("no_answer", "no answer within 15 s")
+
+
 def test_a_state_is_json_without_nulls() -> None:
     status = PoolStatus(DecodePolicy())
     pools = {"prefill": PoolReading(0, None, status), "decode": PoolReading(0, None, None)}
