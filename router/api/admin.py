@@ -216,9 +216,10 @@ class PoolsService:
         instances = [instance for pool in self._pools.by_role.values() for instance in pool.instances]
         found = [instance for instance in instances if name in (instance.address, instance.name)]
         processes = {instance.key.epoch if instance.key else instance.address for instance in found}
-        if len(processes) > 1:
-            addresses = ", ".join(instance.address for instance in found)
-            raise FailedPrecondition(f"{name!r} is the name of several instances; give an address: {addresses}")
+        addresses = dict.fromkeys(instance.address for instance in found)
+        if min(len(processes), len(addresses)) > 1:  # one address may be given for both pools
+            several = f"{name!r} is the name of several instances; give an address"
+            raise FailedPrecondition(f"{several}: {', '.join(addresses)}")
         if not found:
             known = [one.name for one in instances] + [one.address for one in instances]
             raise NotFound(f"no instance {name[:64]!r} in the pools{suggestion(name, known)}")

@@ -259,6 +259,17 @@ async def test_a_drain_by_name_calls_the_address_that_answers(run: Run) -> None:
         assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
 
 
+async def test_an_address_that_is_given_for_both_pools_is_listed_in_each_and_drains(run: Run) -> None:
+    async with operator(run, prefill=0) as (rig, stub):
+        address = rig.decode[0].address
+        rig.app.pools.prefill._reconcile(frozenset({address}))
+        await until(lambda: [one.state for one in rig.app.pools.prefill.instances] == ["foreign"])
+        listed = await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+        assert [(one.address, bool(one.out)) for one in listed.instances] == [(address, True), (address, False)]
+        request = pools_pb2.DrainInstanceRequest(instance=address)
+        assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
+
+
 async def test_an_impossible_drain_is_rejected_with_a_reason(run: Run) -> None:
     twins = [FakeInstance("decode", "twin"), FakeInstance("decode", "twin")]
     twins[1]._num_starts = 1  # another epoch: two processes, not one at two addresses

@@ -182,6 +182,19 @@ def test_an_instance_that_is_listed_by_its_other_address_has_neither_started_nor
         assert lines == ["  i-0 is ready", "  i-0 is gone"]
 
 
+def test_an_address_that_is_given_for_both_pools_does_not_change_all_the_time() -> None:
+    foreign = pools_pb2.PoolInstance(address="a:1", role=instance_pb2.ROLE_PREFILL, out="its role is decode")
+    load = instance_pb2.WatchLoadResponse(instance_epoch="first")
+    ready = pools_pb2.PoolInstance(instance_id="i-0", address="a:1", role=instance_pb2.ROLE_DECODE, load=load)
+    listed = pools_pb2.ListPoolsResponse(instances=[foreign, ready])
+    lines: list[str] = []
+    changes = pools.InstanceChanges(listed, lines.append)
+    changes.update(listed)
+    assert lines == []
+    changes.update(pools_pb2.ListPoolsResponse(instances=[foreign]))
+    assert lines == ["  i-0 is gone"]
+
+
 def test_a_drain_begins_and_shows(stack: Background) -> None:
     status, output = run("drain", "decode-1", "--grace-s", "5", "--admin", stack.admin_address)
     try:

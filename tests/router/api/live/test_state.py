@@ -15,6 +15,7 @@ from router.autoscaler.decide import ScaleDecision
 from router.autoscaler.loop import PoolStatus
 from router.autoscaler.resizer import Change
 from router.autoscaler.settings import DecodePolicy
+from router.pools.instance_info import Role
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import RequestLog, RequestSummary, TokenGaps
 from serving.logging import RequestEvent
@@ -202,6 +203,16 @@ def test_instances_have_their_load_rates_and_hit_rates() -> None:
     assert (shown["a"]["hit_rate"], shown["a"]["running"], shown["a"]["state"]) == (0.25, 3, "ready")
     assert shown["a"]["kv"] == {"blocks": 1000, "free": 950, "cached": 100, "held": 0, "pinned": 0}
     assert shown["c"] == {"name": "c", "role": "decode", "state": "connecting", "out": "connecting"}
+
+
+@pytest.mark.parametrize("own", ["prefill", "decode"])
+def test_an_instance_that_is_given_for_both_pools_is_shown_in_its_own(own: Role) -> None:
+    other: Role = "decode" if own == "prefill" else "prefill"
+    foreign = starting("a:1")._replace(state="foreign")
+    instances = [(own, "a:1", instance("one"), ""), (other, "a:1", foreign, f"its role is {own}, not {other}")]
+    shown = LiveState().next(reading(10.0, instances=instances))["instances"]["a:1"]
+    assert (shown["name"], shown["role"], shown["state"]) == ("one", own, "ready")
+    assert "out" not in shown
 
 
 def test_decisions_and_operators_resizes_are_listed_in_order() -> None:
