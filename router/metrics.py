@@ -10,6 +10,7 @@ tokens cost nothing. The pools are read on the event loop. docs/metrics.md lists
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,6 @@ class RouterMetrics:
         self.ended[outcome] += 1
         self.num_prompt_tokens += num_prompt
         self.num_output_tokens += num_output
-        self.num_resumed += timeline.count(RequestEvent.RESUMED)
         for stage, events in STAGES.items():
             if (took_s := timeline.between(*events)) is not None:
                 self.stages[stage].observe(took_s)
@@ -230,7 +230,7 @@ def _instances(instances: list[tuple[Role, InstanceSample]]) -> Iterator[Metric]
     def per_instance(name: str, documentation: str, samples: Samples, *labels: str) -> Metric:
         return gauge(f"tandem_router_instance_{name}", documentation, samples, "role", "instance", *labels)
 
-    ages = [((role, one.name), one.report_age_s) for role, one in instances]
+    ages = [((role, one.name), one.report_age_s) for role, one in instances if one.report_age_s < math.inf]
     views = [((role, one.name), one.view) for role, one in instances if one.view is not None]
     yield per_instance("beat_age_seconds", "Since the last report.", ages)
     states_of = (

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -20,7 +20,7 @@ from router.picking.placement import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import STATES, UpstreamInstance
-from router.pools.instance_info import ROLES, WIRE_ROLES, Role
+from router.pools.instance_info import ROLES, WIRE_ROLES, InstanceView, Role
 from router.pools.pool import Pool
 from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
@@ -96,18 +96,20 @@ class PoolsService:
         self, request: pools_pb2.ExplainPickRequest, context: Context
     ) -> pools_pb2.ExplainPickResponse:
         imagined = await self._request(request)
-        explanation = explain(
-            self.safeguards.decode.marked(self._pools.decode.views()),
-            self.safeguards.prefill.marked(self._pools.prefill.views()),
-            imagined,
-            self.affinity,
-            self.disaggregation,
-            self.aims,
-            random.Random(),
-        )
+        decode, prefill = self._pools.decode.views(), self._pools.prefill.views()
+        marked = self.safeguards.decode.marked(decode), self.safeguards.prefill.marked(prefill)
+        explanation = self._explained(*marked, imagined)
+        if not explanation.HasField("disaggregated") and marked != (decode, prefill):
+            with_ejected = self._explained(decode, prefill, imagined)  # as a request tries it: they come last
+            explanation = with_ejected if with_ejected.HasField("disaggregated") else explanation
         explanation.decode.extend(unseen(self._pools.decode))
         explanation.prefill.extend(unseen(self._pools.prefill))
         return explanation
+
+    def _explained(
+        self, decode: Sequence[InstanceView], prefill: Sequence[InstanceView], request: GenerationRequest
+    ) -> pools_pb2.ExplainPickResponse:
+        return explain(decode, prefill, request, self.affinity, self.disaggregation, self.aims, random.Random())
 
     async def DrainInstance(
         self, request: pools_pb2.DrainInstanceRequest, context: Context
@@ -214,9 +216,10 @@ class PoolsService:
         instances = [instance for pool in self._pools.by_role.values() for instance in pool.instances]
         found = [instance for instance in instances if name in (instance.address, instance.name)]
         processes = {instance.key.epoch if instance.key else instance.address for instance in found}
-        if len(processes) > 1:
-            addresses = ", ".join(instance.address for instance in found)
-            raise FailedPrecondition(f"{name!r} is the name of several instances; give an address: {addresses}")
+        addresses = dict.fromkeys(instance.address for instance in found)
+        if min(len(processes), len(addresses)) > 1:  # one address may be given for both pools
+            several = f"{name!r} is the name of several instances; give an address"
+            raise FailedPrecondition(f"{several}: {', '.join(addresses)}")
         if not found:
             known = [one.name for one in instances] + [one.address for one in instances]
             raise NotFound(f"no instance {name[:64]!r} in the pools{suggestion(name, known)}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,6 +26,7 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
 from router.api.grpc import GenerationService
 from router.dispatch.handler import RequestHandler
+from router.pools.instance import LEFT
 from router.pools.instance_info import InstanceView
 from router.request.choice_state import finish_reason
 from serving.errors import NotFound, PermissionDenied, invalid_argument
@@ -35,6 +36,7 @@ SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 
 _DATA_PARALLEL_RANK = 9
 """A field of later versions of GenerateRequest, which selects one of several engines. Ignored: here is one."""
+_ENDS = ("draining", LEFT)
 _SCALARS = (
     "top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
@@ -125,10 +127,11 @@ def generate_request(request: vllm.GenerateRequest) -> generation_pb2.GenerateRe
     return message
 
 
-def load_of(decode: Iterable[InstanceView], prefill: Iterable[InstanceView], num_queued: int) -> vllm.SchedulerLoad:
-    """Both pools as one engine; memory and `max_running_requests` are the decode pool's."""
-    decode = list(decode)
-    loads = [view.load for view in (*decode, *prefill)]
+def load_of(decode: Sequence[InstanceView], prefill: Sequence[InstanceView], num_queued: int) -> vllm.SchedulerLoad:
+    """Both pools as one engine; memory and `max_running_requests` are the decode pool's. An instance that is out is no
+    capacity, and only of one that ends as it should the last report says what still runs."""
+    loads = [view.load for view in (*decode, *prefill) if view.out in (None, *_ENDS)]
+    decode = [view for view in decode if view.out is None]
     num_running = sum(load.num_running for load in loads)
     num_waiting = sum(load.num_waiting + load.num_loading for load in loads) + num_queued
     total = sum(view.info.num_blocks * view.info.identity.block_size for view in decode)

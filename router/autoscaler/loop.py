@@ -292,8 +292,9 @@ def metrics_of(scaler: Autoscaler | None) -> Iterator[Metric]:
     """Every metric family; without an autoscaler they have no samples."""
     pools = scaler.statuses if scaler is not None else {}
     decided = [((role,), pool.decision) for role, pool in pools.items() if pool.decision is not None]
-    sizes = [(labels, decision.new_size) for labels, decision in decided]
-    desired = [(labels, decision.desired) for labels, decision in decided]
+    owned = [(labels, decision) for labels, decision in decided if decision.hold != "no_actuator"]
+    sizes = [(labels, decision.new_size) for labels, decision in owned]
+    desired = [(labels, decision.desired) for labels, decision in owned]
     ages = [(labels, scaler.clock() - decision.at_s) for labels, decision in decided if scaler is not None]
     leads = [((), scaler.leads)] if scaler is not None else []
     holds = [((role, why), count) for role, pool in pools.items() for why, count in dict(pool.holds).items()]

@@ -118,6 +118,7 @@ class RequestTrace:
         """The instances are picked for an attempt that follows a failed one."""
         if kind == "resumed":
             self.timeline.mark(RequestEvent.RESUMED)
+            self._metrics.num_resumed += 1
         else:
             self._metrics.num_retried += 1
 

@@ -167,13 +167,13 @@ class InstanceChanges:
     def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
         self._echo = echo
         self._shown = {
-            one.address: _Shown(one.instance_id or one.address, one.out, _process(one)) for one in before.instances
+            _place(one): _Shown(one.instance_id or one.address, one.out, _process(one)) for one in before.instances
         }
 
     def update(self, now: pools_pb2.ListPoolsResponse) -> None:
         self._follow_addresses(now)
         for one in now.instances:
-            before = self._shown.get(one.address)
+            before = self._shown.get(_place(one))
             name, out = one.instance_id or (before.name if before else one.address), one.out
             if before is None and out not in ("", LEFT):
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
@@ -181,18 +181,18 @@ class InstanceChanges:
                 out = LEFT  # it ends, or its address has come back and it is not ready yet
             elif before is None or _without_digits(out) != _without_digits(before.out):
                 self._echo(f"  {name} {'is ready' if not out else f'is out: {out}'}")
-            self._shown[one.address] = _Shown(name, out, _process(one))
-        for address in self._shown.keys() - {one.address for one in now.instances}:
-            self._echo(f"  {self._shown.pop(address).name} is gone")
+            self._shown[_place(one)] = _Shown(name, out, _process(one))
+        for place in self._shown.keys() - set(map(_place, now.instances)):
+            self._echo(f"  {self._shown.pop(place).name} is gone")
 
     def _follow_addresses(self, now: pools_pb2.ListPoolsResponse) -> None:
         """What is known of a process that is listed by its other address applies to that one."""
-        unlisted = self._shown.keys() - {one.address for one in now.instances}
-        addresses = {self._shown[address].process: address for address in unlisted}
+        unlisted = self._shown.keys() - set(map(_place, now.instances))
+        places = {self._shown[place].process: place for place in unlisted}
         for one in now.instances:
-            before = addresses.get(_process(one))
-            if before is not None and one.address not in self._shown and one.load.instance_epoch:
-                self._shown[one.address] = self._shown.pop(before)
+            before = places.get(_process(one))
+            if before is not None and _place(one) not in self._shown and one.load.instance_epoch:
+                self._shown[_place(one)] = self._shown.pop(before)
 
 
 class _Shown(NamedTuple):
@@ -201,6 +201,11 @@ class _Shown(NamedTuple):
     name: str
     out: str
     process: tuple[int, str]
+
+
+def _place(one: pools_pb2.PoolInstance) -> tuple[int, str]:
+    """An address that is given for both pools is listed in each."""
+    return one.role, one.address
 
 
 def _process(one: pools_pb2.PoolInstance) -> tuple[int, str]:
@@ -410,8 +415,9 @@ def pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
         lines[0] += f"; {change_text(pool.last_change, f', {format_age(pool.last_change.age_s)} ago')}"
     if pool.HasField("autoscaler"):
         status = pool.autoscaler
-        decision = f"desired size {status.desired_size}" if status.leads else "another router leads"
-        lines.append(f"  autoscaler {status.min_size}..{status.max_size}: {decision}; {status.reason}")
+        decision = f"desired size {status.desired_size}; " if status.leads else "this router does not lead; "
+        decision = decision if pool.HasField("size") else ""  # no owner, or it does not answer: the reason says so
+        lines.append(f"  autoscaler {status.min_size}..{status.max_size}: {decision}{status.reason}")
     return lines
 
 

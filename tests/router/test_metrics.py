@@ -303,6 +303,36 @@ async def test_a_resumption_is_no_retry_and_tokens_are_counted_by_their_kind(run
         assert value(samples, "output_tokens_total") == 20
 
 
+async def test_a_resumption_counts_before_its_answer_has_ended(run: Run) -> None:
+    decode = [
+        FakeInstance("decode", "decode-0", behaviour=Behaviour(die_at=5)),
+        FakeInstance("decode", "decode-1", behaviour=Behaviour(num_running=9, permits=asyncio.Semaphore(0))),
+    ]
+    async with run(metrics=METRICS, prefill=0, decode=decode) as rig:
+        running = asyncio.create_task(rig.generate(max_tokens=20))
+        await decode[1].until("decode")
+        samples = await scrape(rig)
+        assert value(samples, "failovers_total", kind="resumed") == 1
+        assert value(samples, "failovers_under_way") == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await until_ended(rig, 1)
+        assert value(await scrape(rig), "failovers_total", kind="resumed") == 1
+
+
+async def test_an_instance_that_was_never_reached_has_no_age_of_a_report(run: Run) -> None:
+    """Infinite, it would be above every threshold and off every axis while an instance starts."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        async with run(metrics=METRICS, prefill=0, pools={"prefill": address}) as rig:
+            await until(lambda: len(rig.app.pools.prefill.instances) == 1)
+            samples = await scrape(rig)
+            assert value(samples, "instances", role="prefill", state="connecting") == 1
+            ages = [labels for name, labels in samples if name.endswith("instance_beat_age_seconds")]
+            assert [dict(labels)["role"] for labels in ages] == ["decode"]
+
+
 async def test_what_waits_is_reported_by_requests_tokens_and_tenants(run: Run) -> None:
     permits = asyncio.Semaphore(0)
     behaviour = Behaviour(permits=permits, load_age_s=1000.0)  # reports are older than the request

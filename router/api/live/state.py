@@ -236,6 +236,8 @@ class LiveState:
         before, self._counted = self._counted, {}
         shown: Json = {}
         for role, address, sample, out in sorted(reading.instances, key=lambda one: (one[0], _natural(one[2].name))):
+            if address in shown and sample.state == "foreign":
+                continue  # one that is given for both pools is shown in its own
             instance: Json = {"name": sample.name, "role": role, "state": sample.state}
             if sample.is_ejected:
                 instance["state"] = "ejected"
@@ -388,6 +390,8 @@ def _pool(pool: PoolReading) -> Json:
         shown |= {"min": status.policy.min_size, "max": status.policy.max_size, "leads": status.leads}
         if status.decision is not None:
             shown |= {"desired": status.decision.desired, "hold": status.decision.hold or ""}
+        if status.failure is not None:
+            shown["hold"] = "no_answer"
         shown["reason"] = status.failure or (status.decision.reason if status.decision else "no observation yet")
     return shown
 

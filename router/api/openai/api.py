@@ -283,7 +283,10 @@ class OpenAIApi:
 
         async def handler(exchange: Exchange) -> None:
             # On a thread: the collector waits for this event loop.
-            text = await asyncio.to_thread(generate_latest, self.registry)
+            try:
+                text = await asyncio.to_thread(generate_latest, self.registry)
+            except TimeoutError as error:  # the loop has been blocked
+                raise Unavailable(str(error)) from None
             await exchange.send(Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4))
 
         return self._control(handler)

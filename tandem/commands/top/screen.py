@@ -82,6 +82,8 @@ class TokenRates:
         """Takes the reports that were read at `at_s` (seconds of a monotonic clock)."""
         totals = dict.fromkeys(self.history, 0.0)
         for one in answer.instances:
+            if not one.HasField("load"):
+                continue
             pool, load = pool_name(one.role), one.load
             counter = self._counters.get(one.address)
             if counter is None or counter.epoch != load.instance_epoch:
@@ -187,6 +189,11 @@ def _histograms(text: str, names: Sequence[str]) -> dict[str, dict[str, Histogra
                 counts, bound = of_worker[family.name].counts, float(sample.labels["le"])
                 counts[bound] = counts.get(bound, 0.0) + sample.value
     return read
+
+
+def _row_key(one: pools_pb2.PoolInstance) -> str:
+    """An address that is given for both pools is listed in each."""
+    return f"{pool_name(one.role)} {one.address}"
 
 
 class Confirm(ModalScreen[bool]):
@@ -338,19 +345,19 @@ class TopApp(App[None]):
     def _fill_table(self) -> None:
         """Writes the cells that changed; builds all rows when the instances did, with the cursor on the same one."""
         table = self.table
-        rows = {one.address: self._row(one) for one in self._last.instances}
+        rows = {_row_key(one): self._row(one) for one in self._last.instances}
         if [key.value for key in table.rows] != list(rows):
             selected = self._selected()
             table.clear()
-            for address, row in rows.items():
-                table.add_row(*row, key=address)
-            if selected is not None and selected.address in rows:
-                table.move_cursor(row=table.get_row_index(selected.address))
+            for key, row in rows.items():
+                table.add_row(*row, key=key)
+            if selected is not None and _row_key(selected) in rows:
+                table.move_cursor(row=table.get_row_index(_row_key(selected)))
             return
-        for address, row in rows.items():
+        for key, row in rows.items():
             for column, cell in zip(table.columns, row, strict=True):
-                if table.get_cell(address, column) != cell:
-                    table.update_cell(address, column, cell)
+                if table.get_cell(key, column) != cell:
+                    table.update_cell(key, column, cell)
 
     def _row(self, one: pools_pb2.PoolInstance) -> list[Text]:
         *cells, _, address = instance_row(one)
@@ -400,8 +407,8 @@ class TopApp(App[None]):
         table = self.table
         if not table.row_count:
             return None
-        address = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
-        return next((one for one in self._last.instances if one.address == address), None)
+        key = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
+        return next((one for one in self._last.instances if _row_key(one) == key), None)
 
     def action_resize(self, by: int) -> None:
         selected = self._selected()

@@ -120,6 +120,21 @@ async def test_an_ejected_instance_is_listed_and_explained_as_such(run: Run) -> 
         ]
 
 
+async def test_an_ejected_instance_that_is_the_last_one_is_explained_as_it_is_used(run: Run) -> None:
+    decode = [FakeInstance("decode", name) for name in ("bad", "good")]
+    async with operator(run, decode=decode, ejection={"failures": 1, "ejection_s": 1000.0}) as (rig, stub):
+        views = rig.app.pools.decode.views()
+        (bad,) = [view.key for view in views if view.instance_id == "bad"]
+        rig.app.safeguards.decode.failed(bad, views)
+        assert rig.app.safeguards.decode.ejected_s(bad) is not None
+        await decode[1].kill()
+        await until(lambda: rig.app.pools.decode.num_ready() == 1)
+        answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)
+        assert [(one.instance_id, one.picked) for one in answer.decode] == [("bad", True), ("good", False)]
+        trailers = (await rig.generate()).trailers
+        assert (trailers["tandem-decode"], trailers["tandem-reason"]) == ("bad", answer.reason)
+
+
 async def test_an_explanation_names_rejected_instances_and_why(run: Run) -> None:
     other = FakeInstance("prefill", "other", identity={"fingerprint": "f1"})
     leaving = FakeInstance("decode", "leaving")
@@ -241,6 +256,17 @@ async def test_a_drain_by_name_calls_the_address_that_answers(run: Run) -> None:
         lost._lose("its connection has broken", "lost", is_silence=False)
         lost.channel = broken
         request = pools_pb2.DrainInstanceRequest(instance="decode-0")
+        assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
+
+
+async def test_an_address_that_is_given_for_both_pools_is_listed_in_each_and_drains(run: Run) -> None:
+    async with operator(run, prefill=0) as (rig, stub):
+        address = rig.decode[0].address
+        rig.app.pools.prefill._reconcile(frozenset({address}))
+        await until(lambda: [one.state for one in rig.app.pools.prefill.instances] == ["foreign"])
+        listed = await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)
+        assert [(one.address, bool(one.out)) for one in listed.instances] == [(address, True), (address, False)]
+        request = pools_pb2.DrainInstanceRequest(instance=address)
         assert (await stub.DrainInstance(request, timeout=TIMEOUT_S)).instance_id == "decode-0"
 
 

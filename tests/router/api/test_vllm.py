@@ -20,6 +20,7 @@ from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
 from protos.vllm.grpc.engine import vllm_engine_pb2_grpc
 from router.api.vllm import generate_request
 from serving.errors import ServiceError
+from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
@@ -186,6 +187,23 @@ async def test_loads_add_up_both_pools(run: Run) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub(rig).GetLoads(vllm.GetLoadsRequest(dp_rank=1))
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_loads_are_without_instances_that_are_out(run: Run) -> None:
+    """The last report of a dead one says nothing of now; a draining one still runs what it has, and is no capacity."""
+    sizes = Behaviour(num_running=1, slots=4, free_blocks=100)
+    decode = [
+        FakeInstance("decode", name, behaviour=dataclasses.replace(sizes), identity={"block_size": 16})
+        for name in ("stays", "drains", "dies")
+    ]
+    async with run(prefill=0, decode=decode) as rig:
+        [load] = (await stub(rig).GetLoads(vllm.GetLoadsRequest())).loads
+        assert (load.num_running_reqs, load.max_running_requests, load.max_total_num_tokens) == (3, 12, 4800)
+        decode[1].behaviour.draining = True
+        await decode[2].kill()
+        await rig.until_ready(num_decode=1)
+        [load] = (await stub(rig).GetLoads(vllm.GetLoadsRequest())).loads
+        assert (load.num_running_reqs, load.max_running_requests, load.max_total_num_tokens) == (2, 4, 1600)
 
 
 async def test_the_service_can_be_switched_off(run: Run) -> None:

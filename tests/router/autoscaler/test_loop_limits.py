@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.autoscaler.loop import Autoscaler
+from router.autoscaler.loop import Autoscaler, metrics_of
 from router.autoscaler.observation import PoolObservation
 from router.pools.instance_info import Role
 from tests.router import virtual_time
@@ -194,3 +194,17 @@ def test_the_share_of_a_pool_that_is_refused_stays_free_for_it(refused: Role) ->
         assert sum(owner.of.values()) == 8
 
     run_loop(refusing, 1, OVERLOADED, max_instances=8)
+
+
+def test_a_pool_without_an_owner_has_no_size_among_the_metrics() -> None:
+    """Its size is unknown, and not 0."""
+
+    async def unowned(owner: Owner, scaler: Autoscaler) -> None:
+        del owner.of["prefill"]
+        await asyncio.sleep(A_WHILE_S)
+        roles = {family.name: [one.labels.get("role") for one in family.samples] for family in metrics_of(scaler)}
+        for name in ("size", "desired_size"):
+            assert roles[f"tandem_router_autoscaler_{name}"] == ["decode"]
+        assert roles["tandem_router_autoscaler_decision_age_seconds"] == ["prefill", "decode"]
+
+    run_loop(unowned, 2, OVERLOADED)

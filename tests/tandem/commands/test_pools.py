@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -181,6 +182,19 @@ def test_an_instance_that_is_listed_by_its_other_address_has_neither_started_nor
         assert lines == ["  i-0 is ready", "  i-0 is gone"]
 
 
+def test_an_address_that_is_given_for_both_pools_does_not_change_all_the_time() -> None:
+    foreign = pools_pb2.PoolInstance(address="a:1", role=instance_pb2.ROLE_PREFILL, out="its role is decode")
+    load = instance_pb2.WatchLoadResponse(instance_epoch="first")
+    ready = pools_pb2.PoolInstance(instance_id="i-0", address="a:1", role=instance_pb2.ROLE_DECODE, load=load)
+    listed = pools_pb2.ListPoolsResponse(instances=[foreign, ready])
+    lines: list[str] = []
+    changes = pools.InstanceChanges(listed, lines.append)
+    changes.update(listed)
+    assert lines == []
+    changes.update(pools_pb2.ListPoolsResponse(instances=[foreign]))
+    assert lines == ["  i-0 is gone"]
+
+
 def test_a_drain_begins_and_shows(stack: Background) -> None:
     status, output = run("drain", "decode-1", "--grace-s", "5", "--admin", stack.admin_address)
     try:
@@ -251,6 +265,28 @@ def test_the_clients_port_is_distinguished_from_the_admin_listener(stack: Backgr
     assert status != 0
     assert f"the server at {stack.address} is not an admin listener" in output
     assert "--admin-listen" in output
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "shown"),
+    [
+        ({"leads": True, "desired_size": 3, "reason": "load 0.9"}, 2, "desired size 3; load 0.9"),
+        (
+            {"reason": "load 0.9; another router resizes"},
+            2,
+            "this router does not lead; load 0.9; another router resizes",
+        ),
+        ({"reason": "no observation yet"}, 2, "this router does not lead; no observation yet"),
+        ({"reason": "the owner does not answer"}, None, "the owner does not answer"),
+        ({"leads": True, "reason": "the pool has no owner"}, None, "the pool has no owner"),
+    ],
+)
+def test_the_autoscalers_line_claims_no_leader_and_no_size_that_it_does_not_know(
+    fields: dict[str, Any], size: int | None, shown: str
+) -> None:
+    status = pools_pb2.AutoscalerStatus(min_size=1, max_size=4, **fields)
+    pool = pools_pb2.PoolStatus(role=instance_pb2.ROLE_DECODE, size=size, autoscaler=status)
+    assert pools.pool_lines(pool)[1] == f"  autoscaler 1..4: {shown}"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(stack: Background) -> None:

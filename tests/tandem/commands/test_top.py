@@ -240,6 +240,22 @@ async def test_a_pool_of_size_zero_becomes_no_smaller() -> None:
         assert "Resize the prefill pool from 0 to 1?" in str(app.screen.query_one(Label).content)
 
 
+async def test_an_address_that_is_given_for_both_pools_has_a_row_in_each() -> None:
+    def both(num_tokens: int) -> pools_pb2.ListPoolsResponse:
+        foreign = pools_pb2.PoolInstance(address="h:1", role=instance_pb2.ROLE_PREFILL, out="its role is decode")
+        return pools_pb2.ListPoolsResponse(instances=[foreign, *listed(num_tokens).instances])
+
+    app = alone(both(0), read_at_s=time.monotonic() - 2)
+    async with app.run_test(size=(110, 32)):
+        app._show(both(1000), time.monotonic())
+        assert [
+            (pool, rate > "0") for pool, rate in zip(column(app, "POOL"), column(app, "TOKENS/S"), strict=True)
+        ] == [
+            ("prefill", False),
+            ("decode", True),
+        ]
+
+
 async def test_one_running_request_is_not_several() -> None:
     instance = pools_pb2.PoolInstance(address="h:1", role=instance_pb2.ROLE_DECODE, num_running_here=1)
     app = alone(pools_pb2.ListPoolsResponse(instances=[instance]))

@@ -15,6 +15,7 @@ from router.autoscaler.decide import ScaleDecision
 from router.autoscaler.loop import PoolStatus
 from router.autoscaler.resizer import Change
 from router.autoscaler.settings import DecodePolicy
+from router.pools.instance_info import Role
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import RequestLog, RequestSummary, TokenGaps
 from serving.logging import RequestEvent
@@ -204,6 +205,16 @@ def test_instances_have_their_load_rates_and_hit_rates() -> None:
     assert shown["c"] == {"name": "c", "role": "decode", "state": "connecting", "out": "connecting"}
 
 
+@pytest.mark.parametrize("own", ["prefill", "decode"])
+def test_an_instance_that_is_given_for_both_pools_is_shown_in_its_own(own: Role) -> None:
+    other: Role = "decode" if own == "prefill" else "prefill"
+    foreign = starting("a:1")._replace(state="foreign")
+    instances = [(own, "a:1", instance("one"), ""), (other, "a:1", foreign, f"its role is {own}, not {other}")]
+    shown = LiveState().next(reading(10.0, instances=instances))["instances"]["a:1"]
+    assert (shown["name"], shown["role"], shown["state"]) == ("one", own, "ready")
+    assert "out" not in shown
+
+
 def test_decisions_and_operators_resizes_are_listed_in_order() -> None:
     status = PoolStatus(DecodePolicy())
     for at_s, new_size, hold in ((1.0, 1, "steady"), (2.0, 1, "steady"), (3.0, 2, None)):
@@ -220,6 +231,15 @@ def test_decisions_and_operators_resizes_are_listed_in_order() -> None:
         ("decode", 1, 2, "autoscaler", 3.0),
     ]
     assert state["pools"]["decode"]["reason"] == "why 3.0"
+
+
+def test_a_failure_of_the_autoscaler_is_not_shown_with_what_held_the_size_before() -> None:
+    status = PoolStatus(DecodePolicy())
+    status.decided(ScaleDecision("decode", 1.0, 2, 2, 2, "steady", "load 0.7"), leads=True)
+    status.failed("no answer within 15 s")
+    pools = {"prefill": PoolReading(1, None, None), "decode": PoolReading(2, None, status)}
+    shown = LiveState().next(reading(10.0, pools=pools))["pools"]["decode"]
+    assert (shown["hold"], shown["reason"]) == ("no_answer", "no answer within 15 s")
 
 
 def test_a_state_is_json_without_nulls() -> None:

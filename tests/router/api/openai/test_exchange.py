@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
 
 from protos.tandem.v1 import generation_pb2
 from router.api.openai import exchange
@@ -330,6 +332,23 @@ async def test_metrics_count_http_requests(run_http: RunHttp) -> None:
         assert response.headers["content-type"].startswith("text/plain")
         [line] = [line for line in response.text.splitlines() if "requests_ended_total" in line and "finished" in line]
         assert line.endswith(" 1.0")
+
+
+async def test_a_scrape_that_the_event_loop_does_not_answer_in_time_is_no_internal_error(
+    run_http: RunHttp, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise TimeoutError("the event loop has not answered for 2 s")
+
+    async with run_http() as http:
+        http.rig.app._metrics_server.registry.register(Late())
+        response = await http.http.get("/metrics")
+        assert (response.status_code, response.json()["error"]["message"]) == (
+            503,
+            "the event loop has not answered for 2 s",
+        )
+        assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_the_api_describes_itself(run_http: RunHttp) -> None:
