@@ -443,6 +443,11 @@ class LocalProcesses:
 def _kv_cache_bytes(settings: StackSettings, available: int) -> int | None:
     if settings.num_blocks is not None:
         return None
-    if settings.kv_cache_bytes is not None or settings.on_gpus:
-        return settings.kv_cache_bytes
-    return min(_MAX_KV_BYTES, int(available * _KV_SHARE) // settings.num_planned)
+    num_bytes = settings.kv_cache_bytes
+    if num_bytes is None and not settings.on_gpus:
+        num_bytes = min(_MAX_KV_BYTES, int(available * _KV_SHARE) // settings.num_planned)
+    if not settings.instance_args:
+        return num_bytes
+    own = () if num_bytes is None else (f"--kv-cache-bytes={num_bytes}",)
+    engine = instance_settings((*own, *settings.instance_args)).engine
+    return None if engine.num_blocks is not None else engine.kv_cache_bytes
