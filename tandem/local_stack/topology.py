@@ -231,7 +231,7 @@ class Topology:
             "--pools-max-backoff-s": 0.2,
             "--channel-max-backoff-ms": 200,
             "--disaggregation-lease-s": settings.lease_s,
-            "--workers": settings.router_workers if settings.router_workers > 1 else None,
+            "--workers": settings.router_workers,
             "--stack": self.stack_address,
             "--admin-listen": admin_address,
             "--http-listen": http_address,
