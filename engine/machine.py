@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.imports import named
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -158,11 +159,17 @@ def start_up_heap() -> Iterator[None]:
 
 
 def place_process(config: EngineConfig, rank: int) -> None:
-    """Set cores and threads of the process of one rank. Before torch is imported, for its thread pools."""
+    """Set cores and threads of the process of one rank. Before torch is imported, for its thread pools. Raises
+    EngineError for cores that it cannot have."""
     num_ranks, cores = config.parallelism.num_ranks, config.cpu_cores
     if cores:
-        share = cores[len(cores) * rank // num_ranks : len(cores) * (rank + 1) // num_ranks]
-        os.sched_setaffinity(0, share or cores)
+        share = cores[len(cores) * rank // num_ranks : len(cores) * (rank + 1) // num_ranks] or cores
+        try:
+            os.sched_setaffinity(0, share)
+        except (OSError, ValueError, OverflowError) as error:
+            raise EngineError(
+                f"cpu_cores: {list(share)} cannot be used: {error}; this process runs on {usable_cores()}"
+            ) from None
     set_num_threads(config.num_threads, num_processes=1 if cores else num_ranks)
 
 

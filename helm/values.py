@@ -26,7 +26,7 @@ ROUTER_OWNED = (
     "metrics",
     *("server.host", "server.port", "server.advertise"),
     *("pools.prefill", "pools.decode", "pools.stack"),
-    *("http.listen", "endpoint_picker"),
+    *("http.listen", "http.page", "endpoint_picker"),
     *("admission.num_routers", "signals.listen", "signals.routers", "signals.router_name"),
     *("kubernetes", "tls", "auth", "health"),
     *("autoscaler.enabled", "autoscaler.prefill.ttft_objective_s", "autoscaler.decode.itl_objective_s"),

@@ -357,6 +357,11 @@ def engine_config(settings: InstanceSettings) -> EngineConfig:
         raise SettingsError(
             f"engine.quantization: {engine.quantization} is supported on cpu, not on {engine.device}; set none"
         )
+    if engine.vllm_args and engine.kind != "vllm":
+        raise SettingsError(
+            f"engine.vllm_args (--vllm-args): the engine is {engine.kind}, which has no such arguments; set --engine "
+            "vllm, or leave them out"
+        )
     return EngineConfig(
         model=str(model.folder),
         **model.model_dump(exclude={"folder", "name"}),

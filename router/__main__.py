@@ -103,7 +103,7 @@ async def _serve_workers(settings: RouterSettings) -> bool:
 
 def _model(section: RouterSection) -> ServedModel:
     try:
-        _check_folder(Path(section.model))
+        _check_folder(section.model)
         if problem := missing_tokenizer(Path(section.model)):
             _log.warning("requests must have token ids, no text and no chats: %s", problem)
         return ServedModel.from_folder(
@@ -116,12 +116,13 @@ def _model(section: RouterSection) -> ServedModel:
         raise SettingsError(f"the model's folder: {error}") from error
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(model: str) -> None:
     """Without the instances' tokenizer files the router would start, and use none of them. Raises ValueError."""
-    if not folder.is_dir() or not any(folder.iterdir()):
+    folder = Path(model)
+    if not model or not folder.is_dir() or not any(folder.iterdir()):
         raise ValueError(
-            f"{folder} is not a folder with files in it; give the instances' checkpoint, or a copy without weights: "
-            "--model FOLDER (router.model); if it is a mount, mount it first"
+            f"{model or '(empty)'} is not a folder with files in it; give the instances' checkpoint, or a copy without "
+            "weights: --model FOLDER (router.model); if it is a mount, mount it first"
         )
 
 

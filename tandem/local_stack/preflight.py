@@ -40,6 +40,12 @@ _MAX_BYTES = 16 << 30
 _MIN_BYTES = 64 << 20
 _SHARE = 4
 """One part of so many of the free space; the rest is for other programs."""
+_OF_THE_STACK = {
+    "listen": "--host and --port",
+    "workers": "--router-workers",
+    "admin-listen": "nothing, `tandem pools` finds the admin listener by itself",
+}
+"""Flags of the router, alone or after "router-", that the stack has to know, and what to give in their place."""
 _WORKER_COUNTS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 """Of vLLM's arguments: an instance has a worker, on a GPU of its own, for each of their product."""
 
@@ -52,6 +58,10 @@ def other_system() -> str | None:
 
 def check_addresses(settings: StackSettings) -> None:
     """Reports early, by the flag's name, what a process would report seconds later. Raises ValueError."""
+    for arg in settings.router_args:
+        name = arg.partition("=")[0].removeprefix("--").removeprefix("router-")
+        if name in _OF_THE_STACK:
+            raise ValueError(f"--router-arg={arg}: the stack would not know it; give {_OF_THE_STACK[name]}")
     if settings.tls and not settings.host.isascii():
         raise ValueError(f"--host {settings.host}: the certificates of --tls need an ASCII name (xn--…) or an address")
     _check_port(settings.host, "--port", settings.port)

@@ -231,7 +231,7 @@ class Topology:
             "--pools-max-backoff-s": 0.2,
             "--channel-max-backoff-ms": 200,
             "--disaggregation-lease-s": settings.lease_s,
-            "--workers": settings.router_workers if settings.router_workers > 1 else None,
+            "--workers": settings.router_workers,
             "--stack": self.stack_address,
             "--admin-listen": admin_address,
             "--http-listen": http_address,
@@ -443,6 +443,11 @@ class LocalProcesses:
 def _kv_cache_bytes(settings: StackSettings, available: int) -> int | None:
     if settings.num_blocks is not None:
         return None
-    if settings.kv_cache_bytes is not None or settings.on_gpus:
-        return settings.kv_cache_bytes
-    return min(_MAX_KV_BYTES, int(available * _KV_SHARE) // settings.num_planned)
+    num_bytes = settings.kv_cache_bytes
+    if num_bytes is None and not settings.on_gpus:
+        num_bytes = min(_MAX_KV_BYTES, int(available * _KV_SHARE) // settings.num_planned)
+    if not settings.instance_args:
+        return num_bytes
+    own = () if num_bytes is None else (f"--kv-cache-bytes={num_bytes}",)
+    engine = instance_settings((*own, *settings.instance_args)).engine
+    return None if engine.num_blocks is not None else engine.kv_cache_bytes

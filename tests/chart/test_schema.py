@@ -24,6 +24,7 @@ REFUSED_BY_SCHEMA: dict[str, tuple[dict[str, Any], str]] = {
         {"instance": {"settings": {"transfer": {"connector": "redis"}}}},
         "'connector' not allowed",
     ),
+    "a page that the chart decides": ({"router": {"settings": {"http": {"page": True}}}}, "'page' not allowed"),
     "a third pool": ({"pools": {"draft": {}}}, "'draft' not allowed"),
     "an unknown autoscaler": ({"autoscaling": {"mode": "keda"}}, "must be one of 'none', 'builtin'"),
     "LMCache on Redis": ({"connector": {"lmcache": {"place": "redis"}}}, "must be one of 'disk', 'server'"),
@@ -87,6 +88,18 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
     "a Secret that Helm deletes": (
         {"connector": {"key": {"existingSecret": "on-tandem-kv-key"}}},
         "connector.key.existingSecret: on-tandem-kv-key is the name of the Secret that the chart creates",
+    ),
+    "an option of no connector": (
+        {"connector": {"name": "nixl,redis", "options": {"nixl.num_io_threads": 2, "ttl_s": 9}}},
+        "connector.options.ttl_s: in a list of connectors an option has the name of its connector; write redis.ttl_s",
+    ),
+    "few bits on vLLM": (
+        {"instance": {**VLLM, "settings": {"engine": {"quantization": "int8"}}}},
+        "settings.engine.quantization of prefill: int8 is for the built-in engine on CPUs; leave it out, or set",
+    ),
+    "drafts on vLLM": (
+        {"instance": {**VLLM, "settings": {"engine": {"num_speculative_tokens": 3}}}},
+        "settings.engine.num_speculative_tokens of prefill: it is for the built-in engine",
     ),
     "capacity of nothing": ({"connector": {"capacityBytes": 1}}, "connector.capacityBytes"),
     "a volume for one node": (

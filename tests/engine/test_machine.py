@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from engine import machine
+from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.machine import (
     available_bytes,
     cpu_quota,
     file_system,
     openmp_waiting,
     physical_cores,
+    place_process,
     second_level_bytes,
     set_num_threads,
     usable_cores,
@@ -72,6 +75,16 @@ def test_what_the_container_has_read_of_files_is_available(tmp_path: Path) -> No
     assert available_bytes(tmp_path) == 710_000
     (tmp_path / "memory.current").write_text("650000\n")
     assert available_bytes(tmp_path) == 1_000_000, "read a moment later, but no more than the limit"
+
+
+@pytest.mark.parametrize("core", [1 << 16, -1, 1 << 40])
+def test_cores_that_there_are_not_are_named_with_those_that_there_are(core: int) -> None:
+    before = usable_cores()
+    with pytest.raises(
+        EngineError, match=rf"cpu_cores: \[{core}\] cannot be used: .*; this process runs on \[{before[0]}"
+    ):
+        place_process(EngineConfig(model="m", cpu_cores=(core,)), 0)
+    assert usable_cores() == before
 
 
 def test_the_number_of_threads_follows_the_quota_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:

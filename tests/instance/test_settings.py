@@ -161,6 +161,15 @@ def test_the_sizes_of_the_built_in_engine_are_not_lost_on_vllm() -> None:
     assert EngineSection(kind="vllm", vllm_args={"tensor_parallel_size": 2}).tensor_parallel_size == 1
 
 
+def test_arguments_of_vllm_are_not_lost_on_the_built_in_engine() -> None:
+    vllm_args = {"enforce_eager": True}
+    with pytest.raises(
+        SettingsError, match=r"engine\.vllm_args .--vllm-args.: the engine is tandem.*; set --engine vllm"
+    ):
+        engine_config(settings(engine=EngineSection(vllm_args=vllm_args)))
+    assert engine_config(settings(engine=EngineSection(kind="vllm", vllm_args=vllm_args))).vllm_args == vllm_args
+
+
 def test_pages_without_digests_need_no_key() -> None:
     transfer = TransferSection(folder=Path("kv"), options={"digest": False})
     assert engine_config(settings(transfer=transfer)).kv_connector.options == {"path": "kv", "digest": False}

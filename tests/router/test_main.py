@@ -82,6 +82,13 @@ def test_a_router_without_the_files_of_a_model_does_not_start(folder: str, tmp_p
         _model(RouterSection(model=str(tmp_path / folder)))
 
 
+def test_a_model_of_nothing_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"the model's folder: \(empty\) is not a folder .* --model FOLDER"):
+        _model(RouterSection(model=""))
+
+
 def test_listen_goes_before_host_and_port() -> None:
     def listen(value: str) -> tuple[str, int]:
         server = RouterSettings(router=RouterSection(model="m", listen=value)).effective_server

@@ -59,7 +59,14 @@ vllm_args: {{- toYaml . | nindent 2 }}
 {{- if and (gt $gpus 0) (ne $gpus $workers) -}}
 {{- fail (printf "gpu.count of %s: %d, and its engine has %d worker(s), one for each GPU; set instance.tensorParallelSize=%d, or gpu.count=%d" $role $gpus $workers $gpus $workers) -}}
 {{- end -}}
+{{- $quantization := dig "engine" "quantization" "none" $spec.settings -}}
+{{- if and (ne $quantization "none") (or (eq $spec.engine "vllm") (eq (dig "engine" "device" (ternary "cuda" "cpu" (gt $gpus 0)) $spec.settings) "cuda")) -}}
+{{- fail (printf "settings.engine.quantization of %s: %s is for the built-in engine on CPUs; leave it out%s" $role $quantization (ternary ", or set instance.vllmArgs.quantization" "" (eq $spec.engine "vllm"))) -}}
+{{- end -}}
 {{- if eq $spec.engine "vllm" -}}
+{{- if gt (dig "engine" "num_speculative_tokens" 0 $spec.settings | int) 0 -}}
+{{- fail (printf "settings.engine.num_speculative_tokens of %s: it is for the built-in engine, and the engine is vllm; leave it out" $role) -}}
+{{- end -}}
 {{- include "tandem.validateVllm" (dict "root" $ "component" $role "spec" $spec) -}}
 {{- else if $spec.vllmArgs -}}
 {{- fail (printf "vllmArgs of %s: the engine is %s, which has no such arguments; set instance.engine=vllm, or leave them out" $role $spec.engine) -}}

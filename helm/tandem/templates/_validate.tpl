@@ -46,6 +46,12 @@
 {{- if and $connector.capacityBytes (not (include "tandem.usesVolume" .)) -}}
 {{- fail (printf "connector.capacityBytes: means nothing to %s; a Redis is bounded by connector.redis.maxMemory" $connector.name) -}}
 {{- end -}}
+{{- range $option, $_ := $connector.options -}}
+{{- $own := last (splitList "." $option) -}}
+{{- if and (gt (len $names) 1) (not (has (trimSuffix (printf ".%s" $own) $option) (without $names $option))) -}}
+{{- fail (printf "connector.options.%s: in a list of connectors an option has the name of its connector; write %s.%s" $option (last $names) $own) -}}
+{{- end -}}
+{{- end -}}
 {{- if and (include "tandem.usesVolume" .) (not $connector.sharedStorage.existingClaim) (not (has "ReadWriteMany" $connector.sharedStorage.accessModes)) -}}
 {{- fail "connector.sharedStorage.accessModes: all instances write to this volume, so it is [ReadWriteMany]; for one node give an existingClaim" -}}
 {{- end -}}

@@ -131,5 +131,20 @@ def test_a_host_that_no_certificate_can_have_is_named() -> None:
         check_addresses(settings(host="büro", tls=True))
 
 
+@pytest.mark.parametrize(
+    ("arg", "instead"),
+    [
+        ("--listen=127.0.0.1:7000", "--host and --port"),
+        ("--router-workers=2", "--router-workers"),
+        ("--admin-listen", "nothing"),
+    ],
+)
+def test_a_flag_of_the_router_that_the_stack_must_know_is_not_passed_on(arg: str, instead: str) -> None:
+    """Or the stack waits for a router that listens elsewhere, and reports a part of its workers' figures as all."""
+    with pytest.raises(ValueError, match=rf"--router-arg={arg}: the stack would not know it; give {instead}"):
+        check_addresses(settings(router_args=("--log-level=debug", arg)))
+    check_addresses(settings(router_args=("--http-listen=127.0.0.1:0",)))
+
+
 def test_a_connector_class_of_ones_own_may_have_a_server() -> None:
     check_addresses(settings(connector="my.pages:Store", kv_url="s3://bucket"))

@@ -122,6 +122,18 @@ def test_memory_is_shared_out_for_the_planned_sizes_once(monkeypatch: pytest.Mon
     assert topology(num_blocks=64).kv_cache_bytes is None
 
 
+@pytest.mark.parametrize("flag", ["--kv-cache-bytes=1000000", "--num-blocks=100"])
+def test_a_resize_reckons_with_the_memory_that_a_flag_gives_the_instances(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: 64 << 30)
+    made = topology(instance_args=(flag,))
+    monkeypatch.setattr("tandem.local_stack.topology.available_bytes", lambda: 1 << 30)
+    assert made.why_no_room(2) is None
+    assert flag in instances(made, "decode-1")[0].argv
+    assert topology(kv_cache_bytes=1 << 30).why_no_room(2) is not None
+
+
 def test_a_new_instance_gets_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.local_stack.topology.usable_cores", lambda: [0, 1, 2, 3, 4, 5])
     monkeypatch.setattr("tandem.local_stack.topology.useful_threads", lambda: 6)
