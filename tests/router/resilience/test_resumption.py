@@ -221,6 +221,15 @@ async def test_a_stream_waits_for_room_where_there_was_none(run: Run) -> None:
         assert (await pending).is_exactly(20)
 
 
+async def test_a_stream_waits_for_room_however_often_it_is_refused(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(die_at=5), busy()), failover={"resume_wait_s": 20.0}) as rig:
+        pending = asyncio.create_task(rig.generate(max_tokens=20))
+        rig.decode[1].behaviour.refuse = FULL
+        await until(lambda: len(rig.decode[1].recorded("refused")) > 4 or pending.done())
+        rig.decode[1].behaviour.refuse = None
+        assert (await pending).is_exactly(20)
+
+
 async def test_a_stream_without_another_instance_ends_unavailable(run: Run) -> None:
     async with run(decode=decodes(Behaviour(die_at=5)), failover={"resume_wait_s": 0.2}) as rig:
         error = await status_of(rig, max_tokens=20)

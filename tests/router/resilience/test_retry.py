@@ -195,13 +195,18 @@ PROGRESSED: tuple[FailureKind, bool] = ("broken", True)
 REFUSED: tuple[FailureKind, bool] = ("refused", False)
 
 
-def failures(*kinds: tuple[FailureKind, bool], error: ServiceError | None = None) -> ServiceError | None:
+def failures(
+    *kinds: tuple[FailureKind, bool],
+    error: ServiceError | None = None,
+    limits: FailoverSettings = LIMITS,
+    has_begun: bool = False,
+) -> ServiceError | None:
     """What `give_up` returns after these failures, each with whether its attempt brought tokens."""
     history, result = AttemptHistory(), None
     for i, (kind, progressed) in enumerate(kinds):
         failure = CallFailed(InstanceKey(str(i), ""), "decode", kind, error or Unavailable("gone"), "")
         history.record(failure, progressed=progressed)
-        result = give_up(failure, history, LIMITS, 1.0)
+        result = give_up(failure, history, limits, 1.0, has_begun=has_begun)
     return result
 
 
@@ -222,6 +227,15 @@ def test_overload_everywhere_keeps_its_kind_and_gets_a_hint() -> None:
     result = failures(*[REFUSED] * 3, error=Overloaded("full", None))
     assert isinstance(result, Overloaded)
     assert result.retry_after_s == 1.0
+
+
+def test_refusals_end_a_stream_only_when_its_wait_for_room_is_over() -> None:
+    patient, impatient = (LIMITS.model_copy(update={"resume_wait_s": wait_s}) for wait_s in (1e6, 0.0))
+    refused = [PROGRESSED, *[REFUSED] * 10]
+    assert failures(*refused, limits=patient, has_begun=True) is None
+    assert isinstance(failures(*refused, limits=impatient, has_begun=True), Unavailable)
+    assert isinstance(failures(*refused, limits=patient), Unavailable), "of a request without a token"
+    assert isinstance(failures(*refused, FRUITLESS, limits=patient, has_begun=True), Unavailable)
 
 
 def test_an_internal_error_is_retried_once() -> None:
