@@ -317,6 +317,24 @@ async def test_a_choice_that_pauses_keeps_no_permit(run: Run) -> None:
             assert safeguards.budget.num_under_way == 0
 
 
+async def test_a_choice_without_a_permit_ends_no_other_one_whose_tokens_the_client_has(run: Run) -> None:
+    permits = asyncio.Semaphore(0)
+    settings = {"retry_share": 0.0, "min_retries_under_way": 1, "retry_wait_s": 0.05}
+    decode = decodes(Behaviour(permits=permits), busy())
+    async with run(prefill=0, decode=decode, failover=settings) as rig:
+        with rig.app.safeguards.budget.resume():  # the only permit is another request's
+            pending = asyncio.create_task(rig.generate(n=2))
+            await decode[0].until("decode")
+            decode[0].behaviour.refuse = FULL  # the second choice, once the first one has a token
+            permits.release()
+            await until(lambda: decode[1].recorded("decode") or pending.done())
+            for _ in range(11):
+                permits.release()
+            answer = await pending
+        assert decode[0].recorded("refused")
+        assert all(answer.is_exactly(12, choice=choice) for choice in range(2))
+
+
 async def test_many_that_one_death_has_failed_are_all_served_a_few_at_a_time(run: Run) -> None:
     async with run(prefill=0, decode=decodes(Behaviour(prefill_s=100), busy(prefill_s=0.02)), pools=PATIENT) as rig:
         pending = [asyncio.create_task(rig.generate(request_of([20 + i, *PROMPT]))) for i in range(20)]
