@@ -142,8 +142,8 @@ class Dispatcher:
             return
         _log.warning("attempt %d of choice %d failed: %s", choice.stream_epoch, choice.index, failure)
         error = await flow.guard.rejection(failure) or self._too_late(flow, failure)
-        error = error or give_up(failure, history, self.failover, self.retry_after_s)
-        if error is None and not await flow.guard.wait_permit():
+        error = error or give_up(failure, history, self.failover, self.retry_after_s, has_begun=flow.has_begun)
+        if error is None and not await flow.guard.wait_permit(has_begun=flow.has_begun):
             error = no_instance(history, self.retry_after_s, "too many requests are being tried again")
         if error is not None:
             raise error from failure

@@ -82,6 +82,8 @@ class AttemptHistory:
     num_fruitless: int = 0  # failed attempts in a row without a token
     num_resumptions: int = 0
     num_internal: int = 0
+    refused_since_s: float | None = None
+    """When the first of the attempts in a row without a token was refused; None: none was."""
     failed: set[InstanceKey] = field(default_factory=set)
     """Reported an internal error, which the request may have caused: never used again."""
     set_aside: set[InstanceKey] = field(default_factory=set)
@@ -98,7 +100,7 @@ class AttemptHistory:
         """Records one attempt that failed or was moved; `progressed` if it brought tokens: what failed before it no
         longer counts."""
         if progressed:
-            self.num_fruitless, self.last_error = 0, None
+            self.num_fruitless, self.last_error, self.refused_since_s = 0, None, None
         if failure.kind == "moved":
             return
         (self.failed if failure.kind == "internal" else self.set_aside).add(failure.key)
@@ -107,7 +109,13 @@ class AttemptHistory:
         self.num_internal += failure.kind == "internal"
         self.num_fruitless += not progressed
         self.num_resumptions += progressed
+        if failure.kind == "refused" and self.refused_since_s is None:
+            self.refused_since_s = time.monotonic()
         self.last_error = failure.error
+
+    def may_wait_for_room(self, wait_s: float) -> bool:
+        """Whether an attempt was refused, the first one less than `wait_s` ago."""
+        return self.refused_since_s is not None and time.monotonic() < self.refused_since_s + wait_s
 
     def forgive(self) -> None:
         """An overloaded instance may have room by now, and an unavailable one may be back."""
@@ -116,14 +124,23 @@ class AttemptHistory:
 
 
 def give_up(
-    failure: CallFailed, history: AttemptHistory, limits: FailoverSettings, retry_after_s: float
+    failure: CallFailed,
+    history: AttemptHistory,
+    limits: FailoverSettings,
+    retry_after_s: float,
+    *,
+    has_begun: bool = False,
 ) -> ServiceError | None:
-    """The error for the client after `failure`, which `history` has recorded; None if another attempt may follow."""
+    """The error for the client after `failure`, which `history` has recorded; None if another attempt may follow.
+    `has_begun`: the client has tokens, so that the request waits where there is no room."""
     if failure.kind == "final":
         return failure.error
     if history.num_internal > _MAX_INTERNAL:
         return InternalError("two instances failed on this request")
-    if history.num_fruitless > limits.max_retries or history.num_resumptions > limits.max_resumptions:
+    if history.num_resumptions > limits.max_resumptions:
+        return no_instance(history, retry_after_s)
+    waits = has_begun and failure.kind == "refused" and history.may_wait_for_room(limits.resume_wait_s)
+    if history.num_fruitless > limits.max_retries and not waits:
         return no_instance(history, retry_after_s)
     return None
 

@@ -289,10 +289,13 @@ class Guard:
             self.safeguards.poison.check(self.suspect.digest)
         self._begin_probation(key)  # already: others of this content wait from now on
 
-    async def wait_permit(self) -> bool:
-        """Before another attempt: whether the retry budget permits it."""
+    async def wait_permit(self, *, has_begun: bool = False) -> bool:
+        """Before another attempt: whether the retry budget permits it. Where the client has tokens of other choices
+        (`has_begun`), it follows after the wait in any case: an error would end those, too."""
         budget = self.safeguards.budget
         self._permit = budget.resume() if self.choice.num_emitted else await budget.wait_permit()
+        if self._permit is None and has_begun:
+            self._permit = budget.resume()
         return self._permit is not None
 
     def _release(self) -> None:

@@ -65,10 +65,10 @@ async def test_every_attempt_has_the_eos_ids_of_the_routers_model(tmp_path: Path
 async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_instance_has_left(
     run: Run, monkeypatch: pytest.MonkeyPatch, streams_tokens: bool
 ) -> None:
-    emit = ResponseWriter.emit
+    emit, has_left = ResponseWriter.emit, asyncio.Event()
 
     async def late(self: ResponseWriter, chunk: common_pb2.TokenChunk) -> None:
-        await asyncio.sleep(0.02)
+        await has_left.wait()
         await emit(self, chunk)
 
     monkeypatch.setattr(ResponseWriter, "emit", late)
@@ -82,7 +82,7 @@ async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_inst
                 await asyncio.sleep(0.001)
         await decode.kill()
         await rig.until_ready(num_decode=0)
-        assert not asked.done()
+        has_left.set()
         assert (await asked).is_exactly(30)
 
 
@@ -217,6 +217,15 @@ async def test_a_stream_waits_for_room_where_there_was_none(run: Run) -> None:
         pending = asyncio.create_task(rig.generate(max_tokens=20))
         rig.decode[1].behaviour.refuse = FULL
         await rig.decode[1].until("refused")
+        rig.decode[1].behaviour.refuse = None
+        assert (await pending).is_exactly(20)
+
+
+async def test_a_stream_waits_for_room_however_often_it_is_refused(run: Run) -> None:
+    async with run(decode=decodes(Behaviour(die_at=5), busy()), failover={"resume_wait_s": 20.0}) as rig:
+        pending = asyncio.create_task(rig.generate(max_tokens=20))
+        rig.decode[1].behaviour.refuse = FULL
+        await until(lambda: len(rig.decode[1].recorded("refused")) > 4 or pending.done())
         rig.decode[1].behaviour.refuse = None
         assert (await pending).is_exactly(20)
 

@@ -195,13 +195,18 @@ PROGRESSED: tuple[FailureKind, bool] = ("broken", True)
 REFUSED: tuple[FailureKind, bool] = ("refused", False)
 
 
-def failures(*kinds: tuple[FailureKind, bool], error: ServiceError | None = None) -> ServiceError | None:
+def failures(
+    *kinds: tuple[FailureKind, bool],
+    error: ServiceError | None = None,
+    limits: FailoverSettings = LIMITS,
+    has_begun: bool = False,
+) -> ServiceError | None:
     """What `give_up` returns after these failures, each with whether its attempt brought tokens."""
     history, result = AttemptHistory(), None
     for i, (kind, progressed) in enumerate(kinds):
         failure = CallFailed(InstanceKey(str(i), ""), "decode", kind, error or Unavailable("gone"), "")
         history.record(failure, progressed=progressed)
-        result = give_up(failure, history, LIMITS, 1.0)
+        result = give_up(failure, history, limits, 1.0, has_begun=has_begun)
     return result
 
 
@@ -222,6 +227,15 @@ def test_overload_everywhere_keeps_its_kind_and_gets_a_hint() -> None:
     result = failures(*[REFUSED] * 3, error=Overloaded("full", None))
     assert isinstance(result, Overloaded)
     assert result.retry_after_s == 1.0
+
+
+def test_refusals_end_a_stream_only_when_its_wait_for_room_is_over() -> None:
+    patient, impatient = (LIMITS.model_copy(update={"resume_wait_s": wait_s}) for wait_s in (1e6, 0.0))
+    refused = [PROGRESSED, *[REFUSED] * 10]
+    assert failures(*refused, limits=patient, has_begun=True) is None
+    assert isinstance(failures(*refused, limits=impatient, has_begun=True), Unavailable)
+    assert isinstance(failures(*refused, limits=patient), Unavailable), "of a request without a token"
+    assert isinstance(failures(*refused, FRUITLESS, limits=patient, has_begun=True), Unavailable)
 
 
 def test_an_internal_error_is_retried_once() -> None:
@@ -301,6 +315,24 @@ async def test_a_choice_that_pauses_keeps_no_permit(run: Run) -> None:
             assert safeguards.budget.num_under_way == 1
             trace.paused()
             assert safeguards.budget.num_under_way == 0
+
+
+async def test_a_choice_without_a_permit_ends_no_other_one_whose_tokens_the_client_has(run: Run) -> None:
+    permits = asyncio.Semaphore(0)
+    settings = {"retry_share": 0.0, "min_retries_under_way": 1, "retry_wait_s": 0.05}
+    decode = decodes(Behaviour(permits=permits), busy())
+    async with run(prefill=0, decode=decode, failover=settings) as rig:
+        with rig.app.safeguards.budget.resume():  # the only permit is another request's
+            pending = asyncio.create_task(rig.generate(n=2))
+            await decode[0].until("decode")
+            decode[0].behaviour.refuse = FULL  # the second choice, once the first one has a token
+            permits.release()
+            await until(lambda: decode[1].recorded("decode") or pending.done())
+            for _ in range(11):
+                permits.release()
+            answer = await pending
+        assert decode[0].recorded("refused")
+        assert all(answer.is_exactly(12, choice=choice) for choice in range(2))
 
 
 async def test_many_that_one_death_has_failed_are_all_served_a_few_at_a_time(run: Run) -> None:
