@@ -138,7 +138,10 @@ class AutoscalerSettings(Section):
         12.0, "Seconds after which a load report is too old to decide by, and longest gap in a window.", gt=0
     )
     lead_ttl_s: float = setting(
-        15.0, "Seconds for which one of several routers leads, that is, resizes; then another one may take over.", gt=0
+        15.0,
+        "Seconds for which one of several routers leads, that is, resizes; then another one may take over.",
+        gt=0,
+        le=3600,  # the most that the owner of a local stack grants
     )
     latency_window_s: float = setting(30.0, "Seconds for which a request's TTFT and ITL count.", gt=0)
     latency_quantile: float = setting(

@@ -41,6 +41,7 @@ def test_it_requires_an_owner_of_the_instances() -> None:
         ({"decode__scale_in_margin": 1.0}, "less than or equal to 0.95"),
         ({"interval_s": 10.0}, "stale_s = 12 must be at least 2 times interval_s = 10"),
         ({"lead_ttl_s": 5.0}, "lead_ttl_s = 5 must be above interval_s = 5"),
+        ({"lead_ttl_s": 3601.0}, "less than or equal to 3600"),
         ({"max_instances": 3, "decode__min_size": 3}, "max_instances = 3 is below"),
         ({"min_ratio": 2.0, "max_ratio": 1.0}, "min_ratio = 2 is above max_ratio = 1; swap them"),
         ({"max_ratio": 0.1}, "allow no pair of sizes: the bounds of the pools give ratios from 0.125 to 8"),
