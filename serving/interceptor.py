@@ -96,14 +96,18 @@ class StreamWriter(Generic[M]):
                 raise
             raise self._too_slow() from None
 
-    def _check(self, bound: asyncio.Timeout) -> None:
+    def _check(self, bound: asyncio.Timeout, seen_s: float | None = None) -> None:
+        """`seen_s`: since when the message waits that was late at the last look; None: none was."""
         waited_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
-        if waited_s >= self.timeout_s:
+        if waited_s < self.timeout_s:
+            next_s, seen_s = self.timeout_s - waited_s, None
+        elif self._since_s != seen_s:
+            next_s, seen_s = _LOOK_AGAIN_S, self._since_s
+        else:
             call_end().error = self._too_slow()
             bound.reschedule(0.0)
-        else:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self.timeout_s - waited_s, self._check, bound)
+            return
+        self._timer = asyncio.get_running_loop().call_later(next_s, self._check, bound, seen_s)
 
     def _too_slow(self) -> Overloaded:
         return Overloaded(f"client too slow: a message waited {self.timeout_s:g} s", None)
@@ -137,6 +141,8 @@ _REJECTED_READ_S = 1.0
 """Longest wait for the message of a call that is rejected: it comes with the headers, or not at all."""
 _CANCEL_WITHIN_S = 5.0
 """In which grpcio has cancelled the task of a call whose client has gone."""
+_LOOK_AGAIN_S = 0.25
+"""After a first look at which a message was late: a halt of this process looks the same, and ends in a moment."""
 _MAX_REJECTED = 512  # calls of one address in that wait: more than can have their messages under way
 _deadline_s: ContextVar[float | None] = ContextVar("tandem_deadline", default=None)
 

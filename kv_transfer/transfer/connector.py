@@ -219,6 +219,8 @@ def self_test_error(connector_name: str, problem: str) -> EngineError:
 
 MAX_LEASE_S = 300.0
 """Longest lease, unless a connector's options have another."""
+_MAX_TIME_S = 1e9
+"""32 years. Threads and sockets cannot wait for centuries."""
 
 
 class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,6 +253,8 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and not 0 < value < math.inf:  # as for NaN
                 raise ValueError(f"{name} is {value}; it must be greater than 0 and finite")
+            if is_number and name.endswith("_s") and not name.endswith("_per_s") and value > _MAX_TIME_S:
+                raise ValueError(f"{name} is {value:g}; it must be at most {_MAX_TIME_S:g}")
 
     def digest_key(self) -> bytes | None:
         """The key, or None where digests are off."""

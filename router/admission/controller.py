@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
 from router.admission.fair_queue import Entry, Excess, FairQueue, ServiceRate
+from router.admission.running_clock import RunningClock
 from router.admission.settings import AdmissionSettings
 from router.admission.slots import TenantShares, Ticket, TooLate
 from router.request.generation_request import GenerationRequest
@@ -100,12 +100,14 @@ class AdmissionController:
     ttft_s: float = math.inf
     """The objective of requests: prompts that miss it are computed last, and delay no other."""
     rng: random.Random = field(default_factory=random.Random)
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = field(default_factory=RunningClock)
 
     def __post_init__(self) -> None:
         self.lengths = OutputLengths(self.settings.expected_tokens)
         self._rate = ServiceRate()
         self._mean_stay_s: float | None = None
+        """Of all requests that have ended, then of the last ones: the first may have met a cold start."""
+        self._num_stays = 0
         self._external = ExternalLoadEstimator()
         self._capacity = Capacity()
         self._refreshed_s = float("-inf")
@@ -205,7 +207,7 @@ class AdmissionController:
             if not ticket.in_flight:
                 self.queue.wait_begins(entry, entered_s)
                 self._make_room_in_queue(entry)
-                self._check_predicted_wait(entry, request.deadline_s)
+                self._check_predicted_wait(entry, request.remaining_s)
                 await self._wait_turn(entry)
             self.wait_s.observe(self.clock() - entered_s)
             yield ticket
@@ -337,7 +339,8 @@ class AdmissionController:
         self.lengths.observe(ticket.max_tokens, round(ticket.num_emitted() / ticket.charge.num_sequences))
         stay_s = ticket.in_flight_s(self.clock())
         mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
-        self._mean_stay_s = mean_s + _STAY_WEIGHT * (stay_s - mean_s)
+        self._num_stays += 1
+        self._mean_stay_s = mean_s + max(_STAY_WEIGHT, 1 / (self._num_stays + 1)) * (stay_s - mean_s)
 
     async def _wait_turn(self, entry: Entry[Ticket]) -> None:
         ticket = entry.item
@@ -381,14 +384,14 @@ class AdmissionController:
         if not last.item.turn.done():  # else it has just been cancelled, and leaves by itself
             last.item.turn.set_result(None)
 
-    def _check_predicted_wait(self, entry: Entry[Ticket], deadline_s: float | None) -> None:
+    def _check_predicted_wait(self, entry: Entry[Ticket], remaining_s: float | None) -> None:
         wait_s = self._predicted_wait_s(entry)
         if wait_s is None:
             return
         limit_s = self.settings.queue_timeout_s
         if wait_s > _OPTIMISM * limit_s:
             raise self._rejection("wait_too_long", f"the wait would be {wait_s:.1f} s, {limit_s:g} at most", entry)
-        if deadline_s is not None and wait_s > deadline_s - self.clock():
+        if remaining_s is not None and wait_s > remaining_s:
             raise self._rejection("deadline", f"the wait would be {wait_s:.1f} s, past the request's deadline", entry)
 
     def _predicted_wait_s(self, entry: Entry[Ticket]) -> float | None:

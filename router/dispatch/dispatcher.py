@@ -308,6 +308,7 @@ class Dispatcher:
         prefilling, loading = self._instance(plan.decode).throughput, None
         if plan.prefill is not None:
             prefilling, loading = self._instance(plan.prefill).throughput, prefilling
+            loading.hand_over_assigned(time.monotonic())
         prefilling.prefill_assigned(time.monotonic(), plan.work.num_to_prefill)
         return flow.trace.picked(plan, prefilling, loading)
 

@@ -54,6 +54,8 @@ _repeats = Repeats()
 _CHECK_INTERVAL_S = 0.05
 _NUM_SILENT_CHECKS = 2
 """Two: after a moment in which this process did not run, the first check may come before what has arrived meanwhile."""
+_LOOK_AGAIN_S = 0.25
+"""After a first look at which a reservation was late: a halt of this process looks the same."""
 _REJECTIONS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
@@ -365,14 +367,17 @@ class DecodeCall(InstanceCall):
         A full instance lets requests wait for room, and reports them: the wait is no failure of the instance. One that
         has reported none for `timeout_s` and has not answered has failed.
         """
-        started_s = time.monotonic()
+        started_s, was_late = time.monotonic(), False
         reading = asyncio.create_task(self._read())  # one for all waits: grpcio ends a call whose read is cancelled
         try:
             while not reading.done():
                 silent_s = max(started_s, self.instance.last_full_s) + timeout_s
-                if (remaining_s := min(silent_s, started_s + max_wait_s) - time.monotonic()) <= 0:
+                remaining_s = min(silent_s, started_s + max_wait_s) - time.monotonic()
+                is_late = remaining_s <= 0
+                if is_late and was_late:
                     raise self._not_reserved(timeout_s, max_wait_s)
-                await asyncio.wait({reading}, timeout=remaining_s)
+                was_late = is_late
+                await asyncio.wait({reading}, timeout=_LOOK_AGAIN_S if is_late else remaining_s)
         finally:
             reading.cancel()
         message = reading.result()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 _SHORTEST_S = 1e-6
 """For intervals that the clock does not resolve."""
 _RECENT_S = 5.0
+_HAND_OVER_KNOWN_S = 300.0
+"""After the last hand-over: a slow one, as the first that makes connections, must not prevent all others for good."""
 _MIN_BUSY_S = 0.2
 """Over a shorter interval, jitter in the arrival of reports dominates."""
 
@@ -27,7 +29,8 @@ class ThroughputEstimate:
 
     prefill_per_s: float | None = None
     hand_over_per_s: float | None = None
-    """KV loaded by a decode instance: the tokens it lacked, over the time from the first token until they are there."""
+    """KV loaded by a decode instance: the tokens it lacked, over the time from the first token until they are there.
+    None too where the last hand-over was long ago."""
     since_prefill_s: float = math.inf
     """Seconds since this router last assigned it a prompt to prefill."""
     recent_prefill_per_s: float = 0.0
@@ -74,6 +77,8 @@ class ThroughputEstimator:
         self._prefill = SmoothedRate(self._smoothing)
         self._hand_over = SmoothedRate(self._smoothing)
         self._assigned_s = -math.inf
+        self._hand_over_s = math.inf  # the last one that was assigned; none is old yet
+        self._is_hand_over_old = False
         self._busy_since: tuple[int, float] | None = None
         self._recent_assigned: deque[tuple[float, int]] = deque()
         self._num_recent_tokens = 0  # of these: views are made too often to add them up each time
@@ -83,7 +88,8 @@ class ThroughputEstimator:
         since_s = now_s - self._assigned_s
         num_assigned, num_computed = self._recent(now_s)
         recent_per_s = max(num_assigned, num_computed) / _RECENT_S
-        return ThroughputEstimate(self._prefill.per_s, self._hand_over.per_s, since_s, recent_per_s, num_computed)
+        hand_over_per_s = self._hand_over.per_s if now_s - self._hand_over_s <= _HAND_OVER_KNOWN_S else None
+        return ThroughputEstimate(self._prefill.per_s, hand_over_per_s, since_s, recent_per_s, num_computed)
 
     def prefill_assigned(self, now_s: float, num_tokens: int = 0) -> None:
         """The instance gets a prompt with `num_tokens` to prefill, which will be measured."""
@@ -97,9 +103,16 @@ class ThroughputEstimator:
         if num_tokens > self._min_tokens:
             self._prefill.observe(num_tokens + num_tokens_ahead, seconds)
 
+    def hand_over_assigned(self, now_s: float) -> None:
+        """KV will be handed over to the instance: one at a time tries whether an old speed still holds."""
+        self._is_hand_over_old |= now_s - self._hand_over_s > _HAND_OVER_KNOWN_S
+        self._hand_over_s = now_s
+
     def handed_over(self, num_tokens: int, seconds: float) -> None:
         """KV of `num_tokens` was complete here `seconds` after the first token."""
         if num_tokens > self._min_tokens:
+            if self._is_hand_over_old:
+                self._hand_over, self._is_hand_over_old = SmoothedRate(self._smoothing), False
             self._hand_over.observe(num_tokens, seconds)
 
     def report_received(self, num_prefilled_tokens: int, num_waiting_tokens: int, now_s: float) -> None:

@@ -8,6 +8,7 @@ import gc
 import gzip
 import logging
 import random
+import time
 from contextlib import aclosing
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import generation_pb2 as pb
+from serving import interceptor
 from serving.errors import from_rpc_error
 from serving.interceptor import CallInterceptor, CallLimits, Context, StreamWriter
 from serving.limits import AbuseLimits, OpenCalls
@@ -232,6 +234,27 @@ async def test_a_slow_reader_of_what_is_written_is_cut_off(rigs: Rigs) -> None:
 async def test_pauses_between_messages_do_not_make_a_reader_slow(rigs: Rigs) -> None:
     rig = await rigs.start(Writing(), write_timeout_s=0.2)
     assert await rig.generate("pauses") == ["token"] * 3
+
+
+class HaltingContext:
+    """Its process is halted in the middle of a write; some turns of the event loop later the message has left."""
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        pass
+
+    async def write(self, data: bytes) -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, 0.1)
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+
+async def test_a_halt_of_the_process_makes_no_reader_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interceptor, "_LOOK_AGAIN_S", 60.0)
+    context: Any = HaltingContext()
+    writer = StreamWriter(context, bytes, timeout_s=0.05)
+    async with writer.bounded():
+        await writer.write(b"")
+        await asyncio.sleep(0)
 
 
 class Incomplete(Scripted):

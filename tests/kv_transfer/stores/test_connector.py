@@ -234,6 +234,7 @@ def test_engine_builds_the_connector_by_its_class_path(tmp_path: Path) -> None:
         ({"capacity_bytes": 0}, "capacity_bytes is 0; it must be greater than 0"),
         ({"load_timeout_s": "nan"}, "load_timeout_s is nan; it must be greater than 0 and finite"),
         ({"shutdown_timeout_s": float("inf")}, "shutdown_timeout_s is inf; it must be greater than 0 and finite"),
+        ({"scan_interval_s": 1e10}, r"scan_interval_s is 1e\+10; it must be at most 1e\+09"),
         ({"num_io_threads": "many"}, "num_io_threads"),
         ({"tail_max_age_s": 10.0}, r"tail_max_age_s is 10\.0; it must not be less than max_lease_s"),
         ({"kv_secret_file": ""}, "kv_secret_file is not set"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from router.admission.capacity import Capacity, Usage
 from router.admission.controller import AdmissionController
+from router.admission.running_clock import RunningClock
 from router.admission.settings import AdmissionSettings, TenantSettings
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded, trailers
@@ -85,7 +87,7 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once() -> None:
         now_s += 1.0
         await holder.aclose()
     with pytest.raises(Overloaded):
-        async with asyncio.timeout(GUARD_S), admission.admit(request(deadline_s=now_s + 1.0)):
+        async with asyncio.timeout(GUARD_S), admission.admit(request(deadline_s=time.monotonic() + 1.0)):
             pass
     assert admission.num_rejected["deadline"] == 1
     for task in tasks:
@@ -93,6 +95,38 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert admission.in_use == Usage()
     assert admission.num_queued == 0
+
+
+async def test_a_halt_of_the_router_is_no_slowness() -> None:
+    now_s = 0.0
+    rig = AdmissionRig(
+        Capacity(num_instances=1, num_sequences=1), queue_timeout_s=5.0, clock=RunningClock(lambda: now_s)
+    )
+    for number in range(16):
+        await rig.arrive(str(number))
+    for number in range(12):  # two a second
+        now_s += 0.5
+        await rig.finish(str(number))
+    rate_per_s = rig.admission.rate_per_s
+    now_s += 3600.0
+    await rig.finish("12")
+    await rig.arrive("after")
+    assert not rig.tasks["after"].done(), "three wait, two a second begin"
+    assert rig.admission.rate_per_s == pytest.approx(rate_per_s, rel=0.2)
+    await rig.close()
+
+
+async def test_a_cold_start_soon_rejects_no_request_that_would_hardly_wait() -> None:
+    now_s = 0.0
+    rig = AdmissionRig(Capacity(num_instances=1, num_sequences=2), queue_timeout_s=5.0, clock=lambda: now_s)
+    for number in range(12):  # the first one waits for a compilation
+        await rig.arrive(str(number))
+        now_s += 0.5 if number else 30.0
+        await rig.finish(str(number))
+    for name in "abcd":
+        await rig.arrive(name)
+    assert rig.admission.num_queued == 2, "the second one behind a request of half a second"
+    await rig.close()
 
 
 async def test_a_burst_after_a_quiet_spell_waits_for_its_turn() -> None:

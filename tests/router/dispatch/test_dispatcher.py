@@ -56,6 +56,14 @@ async def test_decode_has_reserved_before_prefill_computes(run: Run) -> None:
         assert rig.decode[0].recorded("reserved")[0].at_s < rig.prefill[0].recorded("prefill")[0].at_s
 
 
+async def test_a_split_request_is_the_last_hand_over_that_is_known(run: Run) -> None:
+    async with run() as rig:
+        [decode] = rig.app.pools.decode.instances
+        before_s = time.monotonic()
+        await rig.generate()
+        assert before_s <= decode.throughput._hand_over_s <= time.monotonic()
+
+
 async def test_a_split_prompt_is_computed_at_one_instance_alone(run: Run) -> None:
     """Also for those who decide after it, before the next load report."""
     async with run(prefill=[FakeInstance("prefill", behaviour=Behaviour(prefill_s=60.0))]) as rig:

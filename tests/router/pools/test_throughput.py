@@ -118,6 +118,23 @@ def test_a_try_is_remembered() -> None:
     assert tried.estimate(12.5).since_prefill_s == 2.5
 
 
+def test_a_slow_hand_over_counts_for_minutes_and_then_one_try_renews_it() -> None:
+    slow = speeds(smoothing=0.2)
+    slow.hand_over_assigned(10.0)
+    slow.handed_over(1000, 5.0)  # the first one, which made the connections
+    assert slow.estimate(310.0).hand_over_per_s == pytest.approx(200)
+    assert slow.estimate(311.0).hand_over_per_s is None
+    slow.hand_over_assigned(400.0)
+    assert slow.estimate(400.0).hand_over_per_s == pytest.approx(200), "until the try has ended"
+    slow.handed_over(1000, 0.5)
+    assert slow.estimate(401.0).hand_over_per_s == pytest.approx(2000), "it alone counts"
+    slow.hand_over_assigned(500.0)
+    slow.handed_over(1000, 5.0)
+    assert slow.estimate(501.0).hand_over_per_s == pytest.approx(333, abs=1), "both count again"
+    slow.clear()
+    assert slow.estimate(502.0).hand_over_per_s is None
+
+
 def test_reports_alone_keep_no_more_than_those_of_the_last_seconds() -> None:
     """As at the second address of a process, where its estimate is not asked for."""
     reported = speeds()

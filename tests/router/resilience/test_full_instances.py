@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
 import pytest
 
+from router.dispatch import instance_call
 from tests.fakes.behaviour import Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, status_of
@@ -43,6 +45,18 @@ async def test_more_streams_than_slots_are_all_served_and_no_instance_is_ejected
         for prompt, answer in zip(prompts, await asyncio.gather(*pending), strict=True):
             assert answer.is_exactly(12, prompt=prompt)
         assert sum(len(fake.recorded("decode")) for fake in fakes) == len(prompts), "none was tried again"
+        assert ejected(rig) == []
+
+
+async def test_a_halt_of_the_router_gives_no_reservation_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_call, "_LOOK_AGAIN_S", 60.0)
+    late = decodes(Behaviour(reserve_s=0.05))
+    async with run(decode=late, disaggregation={"reserve_timeout_s": 0.3}, ejection=AT_ONCE) as rig:
+        asked = asyncio.create_task(rig.generate())
+        await rig.decode[0].until("decode")
+        asyncio.get_running_loop().call_soon(time.sleep, 0.5)
+        assert (await asked).is_exactly(12)
+        assert len(rig.decode[0].recorded("decode")) == 1
         assert ejected(rig) == []
 
 
