@@ -45,6 +45,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--kv-memory", "1e300"), "'--kv-memory': '1e300'; allowed: a number, above 0, at most 1048576\n"),
         (("up", "--kv-memory", "inf"), "'--kv-memory': 'inf'; allowed: a number, above 0, at most 1048576\n"),
         (("bench", "latency", "--kv-memory", "1e300"), "'1e300'; allowed: a number, above 0, at most 1048576\n"),
+        (("generate", "hi", "--top-p", "0"), "'--top-p': '0'; allowed: a number, above 0, at most 1\n"),
         (("generate", "hi", "--timeout", "nan"), "'--timeout': 'nan' is not finite"),
         (("bench", "serve", "--seed", "-1"), "'--seed': '-1'; allowed: an integer, at least 0\n"),
         (("bench", "serve", "--json", "/nowhere/j"), "'/nowhere/j': there is no folder /nowhere that can be written"),
