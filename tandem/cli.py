@@ -5,10 +5,12 @@ This module imports little but click, so that a mistyped command line is answere
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -28,8 +30,33 @@ _COMMANDS = {
 }
 
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
 class _LazyGroup(Group):
     """Lists the commands by name and help line; imports `tandem.commands.<name>` only for the one that is called."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Ends by a message where the disk does not take the output, as with `tandem pools > FILE`."""
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS or error.filename is not None:
+                raise
+            from tandem.commands.options import echo_or_drop
+
+            echo_or_drop(f"Error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """The exit status of Ctrl-C is the same at each moment, also while a command is imported; click's is 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from tandem.commands.options import INTERRUPTED, echo_or_drop
+
+            echo_or_drop("\nAborted!", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

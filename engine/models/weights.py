@@ -229,6 +229,12 @@ def shortened(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
+def check_files(folder: Path) -> None:
+    """Raises InvalidCheckpoint if a file of the checkpoint is missing or incomplete. Reads headers alone."""
+    for name in _shards(folder):
+        _open(folder / name)
+
+
 def _shards(folder: Path) -> list[str]:
     if (folder / _SINGLE).exists():
         return [_SINGLE]

@@ -28,6 +28,7 @@ from weakref import WeakSet, ref
 import grpc
 import grpc.aio
 
+from engine.errors import shown
 from protos.tandem.v1 import generation_pb2_grpc
 from serving.redial import Redial
 from tandem.client.credentials import Credentials
@@ -102,6 +103,8 @@ def router_target(address: str | Sequence[str] | None, retries: int | None) -> T
     addresses = [running_address()] if given is None else [one.strip() for one in given]
     if not addresses or not all(addresses):
         raise ValueError("address: is empty; give host:port of a router")
+    for one in addresses:
+        check_port("address", one)
     name = ",".join(addresses)
     if len(addresses) > 1:
         target, is_several = f"{_ip_scheme(addresses)}:{name}", True
@@ -111,6 +114,13 @@ def router_target(address: str | Sequence[str] | None, retries: int | None) -> T
     retries = (MAX_RETRIES if is_several else 0) if retries is None else retries
     config = ("grpc.service_config", json.dumps(_service_config(is_several, retries)))
     return Target(name, target, (*_OPTIONS, config))
+
+
+def check_port(name: str, address: str) -> None:
+    """Raises ValueError for a port above 65535, of which gRPC would call the remainder by 65536."""
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and (len(port) > 5 or int(port) > 65535):
+        raise ValueError(f"{name}: {shown(address)} has no valid port; allowed: 1..65535")
 
 
 def _ip_scheme(addresses: Sequence[str]) -> str:

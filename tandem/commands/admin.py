@@ -34,6 +34,12 @@ def _keep_admin(context: click.Context, option: click.Parameter, value: str | No
         return  # `tandem pools` may have been given it before its subcommand
     if not value.strip():
         raise click.ClickException("admin: is empty; give host:port of the router's admin listener")
+    from tandem.client.channel import check_port
+
+    try:
+        check_port("admin", value)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
     context.meta[_ADMIN] = value
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from engine.checkpoint import ModelNotFound, check_checkpoint, display_name, resolve
-from engine.errors import to_install
+from engine.errors import InvalidCheckpoint, to_install
 from engine.machine import available_bytes, cpu_quota, usable_cores, visible_gpus
 from tandem.client.registry import MAX_FOLDER_BYTES, temporary_folder
 from tandem.commands.options import interruptible, kv_options
@@ -233,7 +233,8 @@ def check_compiler() -> Iterator[Finding]:
 
 
 def check_model(name: str) -> Iterator[Finding]:
-    """Whether the folder of `name` is a supported checkpoint. Reads its config, not its weights."""
+    """Whether the folder of `name` is a supported checkpoint with all its files. Reads no weights."""
+    from engine.models.weights import check_files
     from engine.text.tokenizer import missing_tokenizer
 
     try:
@@ -245,6 +246,11 @@ def check_model(name: str) -> Iterator[Finding]:
         config = check_checkpoint(name, folder)
     except Exception as error:  # any error of the config is the finding
         yield Finding("fail", "model", str(error), "choose a model that is supported")
+        return
+    try:
+        check_files(folder)
+    except InvalidCheckpoint as error:
+        yield Finding("fail", "model", str(error), "copy the checkpoint again")
         return
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if problem := missing_tokenizer(folder):

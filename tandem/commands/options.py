@@ -246,7 +246,11 @@ def option_group(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 sampling_options = option_group(
     click.option("--temperature", type=FloatRange(0, 2), help="0 is greedy; absent: the model's default."),
-    click.option("--top-p", type=FloatRange(0, 1), help="Sample from the most likely tokens up to this probability."),
+    click.option(
+        "--top-p",
+        type=FloatRange(0, 1, min_open=True),
+        help="Sample from the most likely tokens up to this probability.",
+    ),
     click.option("--top-k", type=IntRange(min=0), help="Sample from so many of the most likely tokens; 0: all."),
     click.option(
         "--min-p", type=FloatRange(0, 1), help="Drop tokens less likely than this part of the most likely one."

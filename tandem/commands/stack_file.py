@@ -48,8 +48,10 @@ def _option(name: str, value: object, options: Mapping[str, click.Parameter]) ->
     option = options.get(name.replace("_", "-"))
     if isinstance(option, click.Option) and option.name != "config" and not isinstance(value, dict):
         return option
-    what, known = ("section", ()) if isinstance(value, dict) else ("option", options)
-    hint = suggestion(name, known, "settings of the services go into router-arg, instance-arg")
+    what, known = ("section", []) if isinstance(value, dict) else ("option", list(options))
+    hint = suggestion(
+        name, [one for one in known if one != "config"], "settings of the services go into router-arg, instance-arg"
+    )
     raise ValueError(f"`tandem up` has no {what} {name!r}{hint}")
 
 

@@ -45,6 +45,7 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--kv-memory", "1e300"), "'--kv-memory': '1e300'; allowed: a number, above 0, at most 1048576\n"),
         (("up", "--kv-memory", "inf"), "'--kv-memory': 'inf'; allowed: a number, above 0, at most 1048576\n"),
         (("bench", "latency", "--kv-memory", "1e300"), "'1e300'; allowed: a number, above 0, at most 1048576\n"),
+        (("generate", "hi", "--top-p", "0"), "'--top-p': '0'; allowed: a number, above 0, at most 1\n"),
         (("generate", "hi", "--timeout", "nan"), "'--timeout': 'nan' is not finite"),
         (("bench", "serve", "--seed", "-1"), "'--seed': '-1'; allowed: an integer, at least 0\n"),
         (("bench", "serve", "--json", "/nowhere/j"), "'/nowhere/j': there is no folder /nowhere that can be written"),
@@ -132,6 +133,30 @@ def test_a_prompt_that_is_not_utf8_is_refused() -> None:
     result = CliRunner().invoke(main, ("generate", "-"), input=b"\xff\xfe")
     assert result.exit_code != 0
     assert "not UTF-8" in result.output
+
+
+@pytest.mark.parametrize("args", [("--help",), ("completion", "bash"), ("doctor", "--quick")])
+def test_a_full_disk_is_named_where_the_output_goes_to_it(args: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "tandem", *args], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+def test_an_error_of_a_file_is_not_one_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_name: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/block")
+
+    monkeypatch.setattr("tandem.cli.importlib.import_module", full)
+    with pytest.raises(OSError, match="/tmp/block"):
+        main.main(["pools"])
+
+
+def test_ctrl_c_has_its_exit_status_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tandem.cli.importlib.import_module", interrupted)
+    assert run("bench", "serve") == (130, "\nAborted!\n")
 
 
 def completed(*words: str) -> list[str]:

@@ -194,7 +194,7 @@ class RequestBody(Body):
             if name in cls.model_fields:
                 supported[name] = value
             elif name not in _UNSUPPORTED:
-                raise _unknown(name, [*cls.model_fields, *_UNSUPPORTED])
+                raise _unknown(name, list(cls.model_fields))
             elif value not in _UNSUPPORTED[name]:
                 pass_instead = "".join(f" or pass {shown(neutral)}" for neutral in _UNSUPPORTED[name])
                 raise invalid_argument(name, f"is not supported; omit it{pass_instead}")

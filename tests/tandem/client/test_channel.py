@@ -288,6 +288,9 @@ def test_targets() -> None:
         (["10.0.0.1:1", "[::1]:1"], None, "do not go together"),
         ("10.0.0.1:1,", None, "is empty"),
         ([], None, "is empty"),
+        ("127.0.0.1:99999", None, r"address: '127.0.0.1:99999' has no valid port; allowed: 1\.\.65535"),
+        (["10.0.0.1:1", "10.0.0.2:65536"], None, "'10.0.0.2:65536' has no valid port"),
+        ("dns:router:065536", None, "'dns:router:065536' has no valid port"),
         ("10.0.0.1:1", 5, r"retries: is 5; allowed: 0\.\.4"),
     ],
 )

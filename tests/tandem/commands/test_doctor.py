@@ -164,6 +164,24 @@ def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     assert "no *.safetensors" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        (None, "model.safetensors is not a complete safetensors file"),
+        ({"a": "model-1.safetensors"}, "shard model-1.safetensors that model.safetensors.index.json names is missing"),
+    ],
+)
+def test_a_checkpoint_that_is_copied_in_part_is_no_model(
+    index: dict[str, str] | None, problem: str, tmp_path: Path
+) -> None:
+    shutil.copy(MODEL_DIR / "config.json", tmp_path)
+    weights = (MODEL_DIR / "model.safetensors").read_bytes()[:100_000]
+    (tmp_path / ("model.safetensors" if index is None else "model-2.safetensors")).write_bytes(weights)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    [finding] = doctor.check_model(str(tmp_path))
+    assert (finding.verdict, problem in finding.text) == ("fail", True), finding
+
+
 def findings(connector: str, **named: Any) -> list[Finding]:
     """What the doctor says of a connector."""
     return list(check_connector(ConnectorChoice(connector, **named)))

@@ -218,6 +218,7 @@ def test_a_drain_begins_and_shows(stack: Background) -> None:
         (("explain", "hi"), "--admin host:port"),
         (("--admin", ""), "admin: is empty; give host:port of the router's admin listener"),
         (("drain", "decode-0", "--admin", " "), "admin: is empty; give host:port of the router's admin listener"),
+        (("--admin", "127.0.0.1:99999"), "admin: '127.0.0.1:99999' has no valid port; allowed: 1..65535"),
         (("--admin", "127.0.0.1:1"), "--admin-listen"),
         (("explain", "hi", "--tokens", "3"), "exclude each other"),
         (("explain", "--tokens", "0"), "'0'; allowed: an integer, 1 to 16777216"),

@@ -131,7 +131,7 @@ def test_a_users_stack_has_the_same_ports_at_each_start(
         ("decode: [2]", "decode has one value, not a list: [2]"),
         ("- decode", "must be a map from options to values"),
         ("{", "stack.yaml"),
-        ("config: other.yaml", "no option 'config'"),
+        ("config: other.yaml", "no option 'config'; settings of the services go into router-arg, instance-arg"),
         ("api-key: two words", "--api-key must be printable ASCII without spaces"),
         ("api-key: ''", "--api-key must be printable ASCII without spaces"),
         ("api-key:", "api-key has no value: give a key, or remove the line"),

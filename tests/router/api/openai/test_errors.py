@@ -162,6 +162,12 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+async def test_no_unsupported_parameter_is_suggested(run_http: RunHttp) -> None:
+    async with run_http() as http:
+        response = await http.post("/v1/chat/completions", messages=[], prompt="x")
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "prompt: unknown parameter 'prompt'")
+
+
 async def test_wrong_parameters_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
         answers = [(wrong, param, said, await http.post(**GOOD | wrong)) for wrong, param, said in INVALID]
