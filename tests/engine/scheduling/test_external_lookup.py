@@ -188,6 +188,38 @@ def test_what_a_load_given_up_had_found_is_not_counted_without_a_cache_to_keep_i
     assert (end.num_recomputed_tokens, scheduler.counters.num_recomputed_blocks) == num_recomputed
 
 
+def test_a_stream_whose_blocks_stay_with_a_load_given_up_ends_in_time_where_it_finds_no_others() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    remote = add(scheduler, [2] * 16, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    scheduler.load_finished(KVLoadResult(remote.request_id, 4, 4, 3, "late", retained_id="late"))
+    scheduler.seed(remote.request_id, [7])
+    step(scheduler)
+    assert scheduler.counters.num_external_tokens == 4, "the prefix cache has it"
+    scheduler.expire(4.9)
+    assert list(scheduler.waiting) == [remote]
+    scheduler.expire(5.0)
+    assert not scheduler.requests
+
+
+def test_a_search_begins_behind_blocks_that_are_filled_already() -> None:
+    scheduler, connector = seeking()
+    add(scheduler, PROMPT[:BLOCK_SIZE])
+    sought = add(scheduler, PROMPT)
+    step(scheduler)
+    assert connector.sought == {sought.request_id: (5, 0)}
+
+
+def test_of_a_prompt_that_another_has_computed_whole_the_last_token_is_computed_again() -> None:
+    scheduler, _ = seeking(budget=16)
+    first, second = (add(scheduler, PROMPT[:16], max_tokens=1) for _ in range(2))
+    step(scheduler)
+    for request in (first, second):
+        found(scheduler, request, 0)
+    shares = [(share.request, share.start, share.num_tokens) for _ in range(2) for share in step(scheduler).scheduled]
+    assert shares == [(first, 0, 16), (second, 12, 4)]
+
+
 def test_an_abort_ends_a_search() -> None:
     scheduler, connector = seeking()
     request = add(scheduler, PROMPT)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import Future
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -291,7 +289,7 @@ def test_higher_priority_goes_first() -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused_with_both_sizes() -> None:
     scheduler = make_scheduler(num_blocks=4)
-    add(scheduler, [1] * 17)
+    add(scheduler, [1] * 16)
     (event,) = scheduler.take_events()
     assert isinstance(event, TokensEvent)
     assert event.finish_reason == "error"
@@ -376,10 +374,35 @@ def test_remote_request_runs_once_kv_and_seed_are_there_and_computes_only_the_se
     (share,) = step(scheduler).scheduled
     assert (share.start, share.num_tokens) == (10, 1)
     assert LoadedEvent(remote.request_id, 10, 0) in scheduler.take_events()
+    scheduler.expire(1e6)  # it has what it waited for
     while scheduler.requests:
         step(scheduler)
     assert remote.token_ids[10] == 7
     assert remote.num_output_tokens == 3
+
+
+def test_a_prompt_that_is_cached_to_its_last_token_is_reserved_and_loads_nothing() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, [2] * 8, max_tokens=2)
+    finish_all(scheduler)
+    remote = add(scheduler, [2] * 8, max_tokens=3, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    assert scheduler.take_events() == [ReservedEvent(remote.request_id, 8, 2), LoadedEvent(remote.request_id, 0, 0)]
+    scheduler.seed(remote.request_id, [7])
+    assert [share.start for share in step(scheduler).scheduled] == [8]
+
+
+def test_a_seed_and_a_result_of_a_load_count_once() -> None:
+    scheduler = make_scheduler()
+    remote = add(scheduler, [2] * 10, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    step(scheduler)
+    for _ in range(2):
+        scheduler.load_finished(KVLoadResult(remote.request_id, 8, 8, 1))
+    for _ in range(2):
+        scheduler.seed(remote.request_id, [7])
+    assert remote.token_ids == [*[2] * 10, 7]
+    assert (scheduler.counters.num_external_tokens, scheduler.counters.num_recomputed_blocks) == (8, 1)
+    assert scheduler.running == [remote]
 
 
 def test_remote_request_computes_what_did_not_arrive() -> None:
@@ -407,64 +430,6 @@ def test_a_reservation_without_a_seed_is_given_up_at_its_deadline() -> None:
     end = scheduler.take_events()[-1]
     assert isinstance(end, TokensEvent)
     assert "seed" in (end.error or "")
-
-
-def test_a_request_that_waits_for_its_grammar_keeps_its_reservation_waiting() -> None:
-    scheduler, grammar = make_scheduler(), Future[Any]()
-    remote_kv = RemoteKV(transfer_id="a", reservation_s=5.0)
-    spec = EngineRequest(request_id="r", prompt_token_ids=[1] * 10, params=SamplingParams(), remote_kv=remote_kv)
-    scheduler.add_request(Request.from_spec(spec, arrival=1, fingerprint="f", grammar=grammar), 0.0)
-    assert scheduler.queue_load.num_without_room == 1
-    grammar.set_result(None)
-    scheduler.take_compiled(30.0)
-    step(scheduler)
-    assert (scheduler.queue_load.num_without_room, list(scheduler.loading)) == (0, ["r"])
-    scheduler.expire(34.9)
-    assert "r" in scheduler.requests
-
-
-def test_compiled_requests_enter_one_a_step_beside_streams_and_do_not_expire() -> None:
-    scheduler, grammar = make_scheduler(), Future[Any]()
-    stream = add(scheduler, [1], max_tokens=30)
-    step(scheduler)
-    for arrival in range(3):
-        spec = EngineRequest(request_id=f"g{arrival}", prompt_token_ids=[1] * 2, params=SamplingParams(max_tokens=1))
-        scheduler.add_request(Request.from_spec(spec, arrival=100 + arrival, fingerprint="f", grammar=grammar), 0.0)
-    grammar.set_result(None)
-    for number in range(2):
-        scheduler.take_compiled(0.0)
-        scheduler.expire(1e6)
-        shares = step(scheduler).scheduled
-        assert [share.request.request_id for share in shares] == [stream.request_id, f"g{number}"]
-    scheduler.abort(stream.request_id)
-    scheduler.take_compiled(0.0)
-    assert [share.request.request_id for share in step(scheduler).scheduled] == ["g2"]
-    assert not scheduler.requests
-
-
-def test_prompts_that_have_waited_for_a_grammar_are_cut_beside_streams_unless_others_wait_too() -> None:
-    scheduler = make_scheduler(64, budget=100)
-
-    def enter(request_id: str, token_id: int) -> None:
-        grammar, params = Future[Any](), SamplingParams(max_tokens=2)
-        spec = EngineRequest(request_id=request_id, prompt_token_ids=[token_id] * 40, params=params)
-        scheduler.add_request(Request.from_spec(spec, arrival=100, fingerprint="f", grammar=grammar), 0.0)
-        grammar.set_result(None)
-        scheduler.take_compiled(0.0)
-
-    def shares() -> list[int]:
-        return [share.num_tokens for share in step(scheduler).scheduled]
-
-    enter("alone", 5)
-    assert shares() == [40]
-    scheduler.abort("alone")
-    add(scheduler, [2], max_tokens=30)
-    step(scheduler)
-    enter("a", 6)
-    assert [shares() for _ in range(4)] == [[1, 16], [1, 16], [1, 8], [1, 1]]
-    enter("b", 7)
-    add(scheduler, [3] * 20, max_tokens=30)
-    assert sorted(shares()) == [1, 20, 40]
 
 
 def test_the_wait_for_room_is_reported_and_takes_nothing_from_the_reservation() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.core.messages import HoldKV, RemoteKV, StepCost
 from engine.kv_connector import KVLoadResult
+from engine.scheduling.drafts import Drafter
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
@@ -164,6 +165,22 @@ def test_what_an_interrupted_step_should_have_computed_is_shared_by_no_later_one
     assert shares(memory.step()) == [(19, 1), (16, 3)]
 
 
+def test_what_a_decision_cut_short_would_have_computed_is_shared_by_no_later_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
+    first, _ = add(scheduler, [*PROMPT, 1]), add(scheduler, [*PROMPT, 2])
+    with monkeypatch.context() as patched:
+        patched.setattr(Drafter, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.schedule()
+    scheduler.abort(first.request_id)
+    assert shares(memory.step()) == [(0, 19)]
+
+
 def test_a_beginning_counts_as_cached_once_also_after_a_preemption() -> None:
     memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
     add(scheduler, PROMPT, max_tokens=1)
@@ -177,10 +194,11 @@ def test_a_beginning_counts_as_cached_once_also_after_a_preemption() -> None:
     assert late.num_cached_tokens == 12
 
 
-def test_what_is_loaded_goes_behind_blocks_that_are_filled() -> None:
+@pytest.mark.parametrize("num_tokens", [18, 12])
+def test_what_is_loaded_goes_behind_blocks_that_are_filled(num_tokens: int) -> None:
     memory = Memory(scheduler := make_scheduler(num_blocks=40, budget=40), seeks=False)
     add(scheduler, PROMPT[:12])
-    loads = add(scheduler, PROMPT, remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
+    loads = add(scheduler, PROMPT[:num_tokens], remote_kv=RemoteKV(transfer_id="t", reservation_s=5.0))
     assert shares(memory.step()) == [(0, 12)]
     assert loads.num_computed_tokens == 0
 

@@ -4,6 +4,7 @@ against a slow definition; replay. Rows 36-39 and 44 of the bad-input catalogue.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -94,6 +95,14 @@ def test_only_the_texts_own_first_space_is_stripped() -> None:
     assert detokenizer.push(output) == " world"
 
 
+def test_a_text_that_begins_without_a_space_keeps_the_later_ones() -> None:
+    tokenizer = byte_fallback()
+    word = tokenizer.encode("world", add_special_tokens=False)
+    for start in ("\n", "\U0001f9d1"):
+        ids = [tokenizer.token_id(f"<0x{byte:02X}>") or 0 for byte in start.encode()]
+        assert "".join(pieces(tokenizer, [*ids, *word])) == f"{start} world"
+
+
 def test_a_constrained_text_begins_anew_behind_any_prompt() -> None:
     """Its grammar knows nothing of the prompt."""
     tokenizer = byte_level()
@@ -126,6 +135,53 @@ def test_a_vocabulary_without_bytes_streams_too() -> None:
     ids = tokenizer.encode("hello singing worlds ! the stop")
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
     assert "".join(pieces(tokenizer, [999] * 100 + ids)) == tokenizer.decode(ids)
+
+
+class WordsAndBytes:
+    """A vocabulary without a table of bytes: ids below 256 are bytes, others words, each with a space before it unless
+    it comes first; 300 has no text, and 400 is special."""
+
+    special_ids = frozenset({400})
+    token_bytes = None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        parts = [i for i in token_ids if i != 300 and not (skip_special_tokens and i == 400)]
+        data = b"".join(bytes([i]) if i < 256 else b" %d" % i for i in parts)
+        return data.decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (list("a\u00e9\U0001f600b".encode()), ["a", "", "\u00e9", "", "", "", "\U0001f600", "b", ""]),
+        ([301, 300, 302], ["301", "", " 302", ""]),
+        ([400, 301, 302], ["400", " 301", " 302", ""]),
+        ([255] * 40, [*[""] * 31, "\ufffd" * 32, *[""] * 7, "", "\ufffd" * 8]),
+    ],
+    ids=["characters of several bytes", "without text", "special", "no characters"],
+)
+def test_pieces_of_a_vocabulary_without_bytes_are_whole_and_bounded(ids: list[int], expected: list[str]) -> None:
+    tokenizer: Any = WordsAndBytes()
+    assert pieces(tokenizer, ids, skip=False) == expected
+
+
+def test_a_character_that_a_long_prompt_begins_is_completed() -> None:
+    tokenizer = byte_level()
+    *begun, last = tokenizer.encode("\U0001f9d1")
+    prompt = [*tokenizer.encode("hello world " * 9), *begun, *sorted(tokenizer.special_ids)]
+    assert IncrementalDetokenizer(tokenizer, prompt=prompt).push([last]) == "\U0001f9d1"
+
+
+def test_a_text_behind_special_tokens_alone_begins_as_any_text_does() -> None:
+    tokenizer = byte_fallback()
+    bos, *output = tokenizer.encode("yes")
+    assert IncrementalDetokenizer(tokenizer, prompt=[bos]).push(output) == "yes"
+
+
+def test_each_byte_that_is_no_character_is_replaced_with_byte_fallback() -> None:
+    tokenizer = byte_fallback()
+    ids = [tokenizer.token_id(f"<0x{byte:02X}>") or 0 for byte in "\U0001f600".encode()[:3]]
+    assert "".join(pieces(tokenizer, ids)) == FALLBACK.decode(ids) == "\ufffd" * 3
 
 
 def test_the_cost_of_a_token_does_not_grow() -> None:
@@ -222,6 +278,20 @@ def test_odd_stop_strings(stop: str) -> None:
         deltas = run(ids, stop=(stop,), tokenizer=tokenizer)
         assert text_of(deltas) == "ab"
         assert deltas[-1].stop_reason == stop
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(3, "a"), (4, "abc")])
+def test_a_stop_string_counts_that_the_last_of_min_tokens_completes(min_tokens: int, text: str) -> None:
+    tokenizer = byte_level()
+    ids = [token_id for char in "abc" for token_id in tokenizer.encode(char)]
+    assert text_of(run(ids, stop=("bc",), min_tokens=min_tokens)) == text
+    processor = OutputProcessor(tokenizer, SamplingParams(stop=("bc",), min_tokens=min_tokens))
+    assert (processor.replay(ids) is None) == (text == "a")
+
+
+def test_what_was_nearly_a_stop_string_is_no_part_of_one() -> None:
+    ids = [token_id for char in "aaacab" for token_id in byte_level().encode(char)]
+    assert text_of(run(ids, stop=("aaab",))) == "aaacab"
 
 
 def test_half_a_character_at_the_end_may_be_the_stop_string() -> None:

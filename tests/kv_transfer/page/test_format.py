@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.scheduling.request import Request
 from kv_transfer.page.format import (
     HEADER_BYTES,
     PageError,
@@ -162,6 +163,46 @@ def test_unknown_flag_is_rejected() -> None:
     header[12] |= 4
     with pytest.raises(PageError, match="flags"):
         read(resealed(header), PAYLOAD)
+
+
+def test_a_header_of_another_length_is_another_version() -> None:
+    header = bytearray(HEADER)
+    header[10:12] = (HEADER_BYTES + 1).to_bytes(2, "little")
+    with pytest.raises(PageError, match=r"^format_version$"):
+        check_header(resealed(header), SPEC, digest=True)
+
+
+def test_without_digests_a_page_has_its_length_and_no_digest() -> None:
+    header = seal(SPEC, PAYLOAD, key=None, writer_epoch=EPOCH)
+    read(header, PAYLOAD, key=None)
+    for payload in (PAYLOAD[:-1], PAYLOAD + b"x"):
+        with pytest.raises(PageError, match=r"^payload_bytes$"):
+            read(header, payload, key=None)
+    forged = bytearray(header)
+    forged[176:208] = HEADER[176:208]
+    with pytest.raises(PageError, match=r"^no_digest$"):
+        check_header(resealed(forged), SPEC, digest=False)
+
+
+def test_names_of_another_key_are_others_and_do_not_reveal_it() -> None:
+    names = {PageNaming.of(FINGERPRINT, LAYOUT, key).space for key in (None, KEY, KEY[::-1])}
+    assert len(names) == 3
+    assert KEY not in names
+
+
+def test_a_tails_name_depends_on_the_whole_prompt_and_on_nothing_behind_it() -> None:
+    naming = PageNaming.of(FINGERPRINT, LAYOUT)
+
+    def tail(request: Request, transfer_id: str = "t") -> PageName:
+        return naming.tail(request, naming.block_hashes(request), transfer_id)
+
+    name, answered = tail(make_request(PROMPT)), make_request(PROMPT)
+    answered.token_ids += [7, 8, 9, 10, 11]
+    assert tail(answered) == name
+    assert naming.block_hashes(answered) == naming.block_hashes(make_request(PROMPT))
+    assert tail(make_request([0, *PROMPT[1:]])).key.block_hash != name.key.block_hash
+    assert (name.spec.is_tail, name.spec.num_tokens) == (True, 3)
+    assert tail(make_request(PROMPT), "u").key.scope not in (name.key.scope, b"")
 
 
 def test_tail_hash_belongs_to_its_transfer() -> None:

@@ -131,11 +131,36 @@ def test_progress_keeps_an_offer_alive_but_not_an_attached_lease() -> None:
     assert table.get("waiting") is not None
 
 
-@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan"), 1e9])
-def test_an_absurd_lease_is_bounded(lease_s: float) -> None:
+@pytest.mark.parametrize(("lease_s", "kept_s"), [(0.0, 2.0), (-1.0, 2.0), (float("nan"), 2.0), (1e9, 30.0)])
+def test_an_absurd_lease_is_bounded_and_one_of_no_length_stays_as_it_is(lease_s: float, kept_s: float) -> None:
     table = LeaseTable(max_lease_s=30.0)
     table.offer("t", lease_s=2.0, now=0.0)
     table.renew("t", lease_s=lease_s, now=0.0)
     lease = table.get("t")
     assert lease is not None
-    assert 0 < lease.deadline <= 30.0
+    assert lease.deadline == kept_s
+
+
+def test_an_offer_without_a_length_is_held_for_the_longest_lease() -> None:
+    table = LeaseTable(max_lease_s=30.0)
+    table.offer("t", lease_s=0.0, now=0.0)
+    assert table.next_deadline == 30.0
+
+
+def test_an_id_whose_transfer_has_ended_is_not_used_again() -> None:
+    table = LeaseTable()
+    for transfer_id in ("released", "failed", "expired"):
+        table.offer(transfer_id, lease_s=2.0, now=0.0)
+    table.release("released", now=1.0)
+    table.fail("failed", "why", now=1.0)
+    table.expire(2.0)
+    assert not any(table.offer(one.transfer_id, lease_s=2.0, now=3.0) for one in table.take_ended())
+
+
+def test_the_most_that_could_be_read_is_what_a_transfer_ends_with() -> None:
+    table = LeaseTable()
+    table.offer("t", lease_s=2.0, now=0.0)
+    for num_ready in (3, 0):  # a chunk has been computed, and no further block is saved yet
+        table.progress("t", num_ready, now=1.0)
+    table.release("t", now=1.0)
+    assert [ended.num_ready_blocks for ended in table.take_ended()] == [3]

@@ -95,9 +95,11 @@ def test_a_slow_lookup_ends_after_three_time_outs_and_before_its_prompt_must_beg
     assert result.num_verified_tokens == num_found * BLOCK_SIZE
 
 
-def test_a_slow_lookup_of_a_prompt_that_is_handed_over_ends_after_one_time_out() -> None:
+@pytest.mark.parametrize("is_read_here", [False, True], ids=["handed over", "behind another connector"])
+def test_a_slow_lookup_of_a_prompt_that_is_handed_over_ends_after_one_time_out(is_read_here: bool) -> None:
     """The decode instance's reservation, within which the prompt has to be computed, began before it."""
-    loader, request = timed_loader(lookup=True), make_request(PROMPT, hold=True)
+    request = reader_of() if is_read_here else make_request(PROMPT, hold=True)
+    loader = timed_loader(lookup=True, prefix_only=is_read_here)
     loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
     assert trickle(loader, loader.take_ops(), every_s=0.4) == pytest.approx(1.2)
     [result] = loader.take_output().loaded
@@ -171,6 +173,12 @@ def test_a_second_store_has_what_the_first_connector_left_of_the_reservation(now
     assert loader.next_deadline == pytest.approx(late_at)
 
 
+def test_a_second_store_is_asked_for_every_full_block_of_a_prompt_that_comes_from_elsewhere() -> None:
+    """No token of it is computed here."""
+    request = reader_of(PROMPT[: 3 * BLOCK_SIZE])
+    assert timed_loader(lookup=True, prefix_only=True).num_external_tokens(request, 0) == 3 * BLOCK_SIZE
+
+
 # When the store counts as one that hangs
 
 
@@ -189,11 +197,12 @@ def test_a_read_that_outlives_its_request_counts_once_its_store_was_silent_for_t
     assert loader.expire(now=9.0) == 0, "it has been counted"
 
 
-def test_an_abort_of_a_read_that_ends_counts_nothing() -> None:
+@pytest.mark.parametrize("end", ["missing", "skipped"])
+def test_an_abort_of_a_read_that_ends_counts_nothing(end: str) -> None:
     loader = timed_loader(lookup=True)
     first = looked_up(loader)
     assert loader.request_finished(make_request(PROMPT))
-    loader.op_ended(first, "missing", now=0.5)
+    loader.op_ended(first, end, now=0.5)
     assert loader.expire(now=5.0) == 0
 
 

@@ -15,7 +15,7 @@ from engine.core.messages import KVProgress
 from engine.kv_connector import KVLoadResult
 from engine.scheduling.request import Request
 from kv_transfer.page.format import Buffer, PageKey, PageNaming
-from kv_transfer.transfer.loader import Loader
+from kv_transfer.transfer.loader import MISSING, Loader, LoadOp
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
     FINGERPRINT,
@@ -395,3 +395,105 @@ def test_an_aborted_lookup_frees_the_blocks_with_the_read_in_flight_though_it_fi
 def test_lookups_can_be_switched_off(filled_store: MemoryStore) -> None:
     core = Core(filled_store, lookup=False)
     assert core.connector.get_num_new_matched_tokens(make_request(PROMPT), 0) == 0
+    loader = bare_loader()
+    assert loader.num_external_tokens(make_request(PROMPT), 2 * BLOCK_SIZE) == 0, "its prefix is no reason to load"
+
+
+# The loader without its connector
+
+ALL = KVProgress("request", NUM_FULL, num_tokens=len(PROMPT))
+
+
+def bare_loader(**options: bool) -> Loader:
+    return Loader(PageNaming.of(FINGERPRINT, LAYOUT), load_timeout_s=1.0, **options)
+
+
+def announced(loader: Loader, *announcements: KVProgress, prompt: list[int] = PROMPT) -> list[LoadOp]:
+    """The reads of a hand-over whose pages are announced at 0 s."""
+    loader.reserve(reader_of(prompt), list(range(NUM_PAGES)), 0, now=0.0)
+    for announcement in announcements:
+        loader.handle_progress(announcement, now=0.0)
+    return loader.take_ops()
+
+
+def end_well(loader: Loader, ops: Sequence[LoadOp], now: float = 0.0) -> None:
+    for op in ops:
+        loader.op_ended(op, None, now)
+
+
+def test_a_prompt_whose_next_chunk_takes_long_does_not_make_the_store_late() -> None:
+    loader = bare_loader()
+    end_well(loader, announced(loader, KVProgress("request", 2)))
+    assert loader.next_deadline is None
+    assert loader.expire(now=3.0) == 0
+    loader.handle_progress(ALL, now=3.0)
+    end_well(loader, loader.take_ops(), now=3.0)
+    [result] = loader.take_output().loaded
+    assert result.num_verified_tokens == len(PROMPT)
+
+
+def test_a_prompt_without_a_tail_ends_with_its_producer_and_needs_no_more_of_it() -> None:
+    loader, prompt = bare_loader(), PROMPT[: NUM_FULL * BLOCK_SIZE]
+    end_well(loader, announced(loader, KVProgress("request", NUM_FULL), prompt=prompt))
+    assert loader.take_output().loaded == []
+    loader.handle_progress(KVProgress("request", NUM_FULL, failed="the stream broke"), now=0.0)
+    [result] = loader.take_output().loaded
+    assert (result.num_verified_tokens, result.reason) == (len(prompt), None)
+
+
+@pytest.mark.parametrize(
+    ("announcements", "num_read"),
+    [
+        ([KVProgress("request", 10**6)], NUM_FULL),
+        ([KVProgress("request", 3), KVProgress("request", 2), KVProgress("request", 4)], 4),
+        ([KVProgress("request", 2), KVProgress("request", 2, failed="x"), KVProgress("request", 4)], 2),
+    ],
+    ids=["too many", "fewer than before", "after a failure"],
+)
+def test_whatever_is_announced_each_page_is_read_once(announcements: list[KVProgress], num_read: int) -> None:
+    assert [op.block_index for op in announced(bare_loader(), *announcements)] == list(range(num_read))
+
+
+def test_a_bad_page_cancels_itself_and_what_is_behind_it() -> None:
+    ops = announced(loader := bare_loader(), ALL)
+    loader.op_ended(ops[2], "page_digest", now=0.0)
+    loader.op_ended(ops[4], MISSING, now=0.0)
+    assert [op.is_cancelled for op in ops] == [op.block_index >= 2 for op in ops]
+    end_well(loader, ops[:2])
+    for op in (ops[3], *ops[5:]):
+        loader.op_ended(op, "skipped", now=0.0)
+    [result] = loader.take_output().loaded
+    assert (result.num_verified_tokens, result.reason) == (2 * BLOCK_SIZE, "page_digest")
+
+
+def test_an_abort_before_its_reads_have_begun_frees_the_blocks_at_once() -> None:
+    loader, request = bare_loader(), reader_of()
+    loader.reserve(request, list(range(NUM_PAGES)), 0, now=0.0)
+    loader.handle_progress(ALL, now=0.0)
+    assert not loader.request_finished(request)
+    assert loader.take_ops() == []
+
+
+def test_a_load_that_is_given_up_twice_has_one_result() -> None:
+    announced(loader := bare_loader())
+    load = loader._loads["request"]
+    for failure in ("the peer is gone", "again"):
+        loader.give_up(load, failure)
+    [result] = loader.take_output().loaded
+    assert (result.reason, result.retained_id) == ("the peer is gone", None)
+
+
+def test_blocks_that_requests_of_one_id_leave_to_their_reads_have_different_names() -> None:
+    loader = bare_loader()
+    for load in (announced(loader, ALL)[0].owner for _ in range(2)):
+        for failure in ("late", "again"):
+            loader.give_up(load, failure)
+    first, second = loader.take_output().loaded
+    assert None not in (first.retained_id, second.retained_id)
+    assert first.retained_id != second.retained_id
+
+
+def test_the_end_of_the_core_cancels_all_reads() -> None:
+    ops = announced(loader := bare_loader(), ALL)
+    loader.cancel_all()
+    assert all(op.is_cancelled for op in ops)

@@ -6,10 +6,14 @@ import time
 
 import pytest
 
-from engine.core.messages import LeaseCommand
-from kv_transfer.page.format import HEADER_BYTES, PageKey
+from engine.core.messages import LeaseCommand, TransferEvent
+from engine.scheduling.request import Request
+from kv_transfer.page.format import HEADER_BYTES, PageKey, PageNaming
+from kv_transfer.transfer.lease import LeaseTable
+from kv_transfer.transfer.producer import PrefixProducer, Producer, SaveOp
 from tests.kv_transfer.harness import (
     BLOCK_SIZE,
+    FINGERPRINT,
     LAYOUT,
     LEASE_S,
     NUM_FULL,
@@ -331,3 +335,100 @@ def test_shutdown_gives_up_after_the_first_page_that_cannot_be_removed() -> None
         prefill.prefill(writer_of(request_id=f"r{number}", transfer_id=f"t{number}"))
     prefill.connector.shutdown()
     assert len(set(stuck.tried)) == 1, "a store that hangs must not hold up the end of an instance for each transfer"
+
+
+# The producer without its connector
+
+
+BLOCKS = list(range(NUM_PAGES))
+
+
+def bare_producer() -> Producer:
+    return Producer(PageNaming.of(FINGERPRINT, LAYOUT), LeaseTable())
+
+
+def progressed(producer: Producer, request: Request, num_tokens: int, now: float = 0.0) -> list[SaveOp]:
+    producer.request_progressed(request, BLOCKS, num_tokens, now)
+    return producer.take_ops()
+
+
+def handed_over(producer: Producer, request: Request) -> list[SaveOp]:
+    request.finish_reason = "hand_over"
+    producer.request_finished(request, BLOCKS, 0.0)
+    return producer.take_ops()
+
+
+def end_well(producer: Producer, ops: list[SaveOp]) -> None:
+    for op in ops:
+        producer.op_ended(op, None, 0.0)
+
+
+def ends(producer: Producer) -> list[tuple[int, int]]:
+    """Full blocks and tokens of the ends that were announced."""
+    events = [event for event in producer.take_output().events if isinstance(event, TransferEvent)]
+    return [(event.num_ready_blocks, event.num_tokens) for event in events if event.num_tokens]
+
+
+def test_the_end_is_announced_once_the_tail_is_saved() -> None:
+    producer, request = bare_producer(), writer_of()
+    end_well(producer, progressed(producer, request, len(PROMPT)))
+    [tail] = handed_over(producer, request)
+    assert ends(producer) == []
+    end_well(producer, [tail])
+    assert ends(producer) == [(NUM_FULL, len(PROMPT))]
+
+
+def test_the_end_is_announced_where_all_has_been_saved_before() -> None:
+    prompt = PROMPT[: NUM_FULL * BLOCK_SIZE]
+    producer, request = bare_producer(), writer_of(prompt)
+    end_well(producer, progressed(producer, request, len(prompt)))
+    assert ends(producer) == []
+    assert handed_over(producer, request) == []
+    assert ends(producer) == [(NUM_FULL, len(prompt))]
+
+
+def test_a_prompt_that_is_computed_extends_its_offer_before_a_block_is_full() -> None:
+    producer, request = bare_producer(), writer_of()
+    progressed(producer, request, 0)
+    progressed(producer, request, 1, now=0.8 * LEASE_S)
+    producer.expire(1.6 * LEASE_S)
+    assert progressed(producer, request, BLOCK_SIZE, now=1.6 * LEASE_S)
+
+
+def test_no_block_of_the_output_is_saved() -> None:
+    producer, request = bare_producer(), writer_of(PROMPT[: NUM_FULL * BLOCK_SIZE - 1])
+    request.token_ids += [7, 7]
+    assert len(progressed(producer, request, request.num_tokens)) == NUM_FULL - 1
+
+
+def test_a_tail_whose_transfer_ends_while_it_is_saved_is_removed() -> None:
+    producer, request = bare_producer(), writer_of()
+    end_well(producer, progressed(producer, request, len(PROMPT)))
+    [tail] = handed_over(producer, request)
+    producer.handle_command(LeaseCommand("transfer", "release"), 0.0)
+    assert producer.take_deletes() == [], "the save would bring it back"
+    end_well(producer, [tail])
+    assert producer.take_deletes() == [tail.name.key]
+    assert producer.take_output().freed_request_ids == [request.request_id]
+
+
+def test_blocks_whose_saves_have_not_begun_are_freed_with_the_transfer() -> None:
+    producer, request = bare_producer(), writer_of()
+    producer.request_progressed(request, BLOCKS, len(PROMPT), 0.0)
+    request.finish_reason = "hand_over"
+    assert producer.request_finished(request, BLOCKS, 0.0)
+    producer.handle_command(LeaseCommand("transfer", "release"), 0.0)
+    assert producer.take_output().freed_request_ids == [request.request_id]
+    assert (producer.take_ops(), producer._by_transfer) == ([], {})
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_after_a_save_for_later_prompts_that_fails_or_is_late_the_request_saves_no_more(is_late: bool) -> None:
+    producer, request = PrefixProducer(PageNaming.of(FINGERPRINT, LAYOUT), LeaseTable()), writer_of()
+    first, second = progressed(producer, request, 2 * BLOCK_SIZE)
+    if is_late:
+        producer.give_up(first.owner, "late", 0.0)
+    else:
+        producer.op_ended(first, "store_eio", 0.0)
+    assert second.is_cancelled
+    assert progressed(producer, request, len(PROMPT)) == []

@@ -177,7 +177,7 @@ def test_an_empty_queue_forgets_all_flows() -> None:
 def test_strangers_cost_bounded_memory() -> None:
     queue = queue_of(max_flows=8)
     push(queue, "resident", cost=1)
-    start_next(queue)  # so that the rig is never empty
+    resident = start_next(queue)  # so that the rig is never empty
     for number in range(1000):
         entry = push(queue, f"stranger-{number}", cost=5)
         queue.start(entry, 0.0)
@@ -188,7 +188,8 @@ def test_strangers_cost_bounded_memory() -> None:
     assert sum(entry.flow == OVERFLOW_FLOW for entry in waiting) > 40
     for entry in waiting:
         queue.remove(entry, 0.0)
-    assert queue.num_queued == 0
+    queue.finish(resident, 1)
+    assert (queue.num_queued, queue.num_in_service, queue._flows) == (0, 0, {})
 
 
 def test_a_flow_in_debt_is_not_forgotten_while_others_are_there() -> None:
@@ -315,7 +316,11 @@ def test_each_start_is_charged() -> None:
 
 def test_the_startable_cost_is_what_the_flows_own_limits_leave_room_for() -> None:
     shares = {"one": TenantSettings(max_requests=3), "tokens": TenantSettings(max_tokens=25)}
-    for flow, of_none, of_one, of_three in (("any", 40, 30, 10), ("one", 30, 20, 0), ("tokens", 25, 15, 0)):
+    shares["wide"] = TenantSettings(max_requests=9)
+    of_any = (40, 30, 10)
+    for flow, (of_none, of_one, of_three) in {
+        "any": of_any, "wide": of_any, "one": (30, 20, 0), "tokens": (25, 15, 0),
+    }.items():  # fmt: skip
         queue = queue_of(shares)
         for _ in range(4):
             push(queue, flow, cost=10)

@@ -157,6 +157,12 @@ def test_the_next_end_is_expected_by_lengths_and_once_one_has_ended_by_the_silen
     assert house.shares.next_end_s(TEN, NOW_S, of="new") == 7.0
 
 
+def test_a_stream_that_reaches_its_expected_length_is_probably_a_longer_one() -> None:
+    house, expects_20 = House(), SLOT._replace(num_tokens=30)
+    house.start("a", 1, age_s=31.0, prefill_s=4.0, emitted=18, charge=expects_20, max_tokens=100)
+    assert house.shares.next_end_s(ONE, NOW_S, of="a") == 27.0, "as many tokens as there are, at 1.5 s"
+
+
 def test_few_idle_tenants_are_kept_and_none_when_all_are_idle() -> None:
     house = House()
     entries = [Entry(Ticket(SLOT, 10, prefilled=True), f"tenant-{number}", 20, 0) for number in range(5)]

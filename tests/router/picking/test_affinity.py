@@ -49,6 +49,13 @@ def test_an_answer_is_cached_with_its_prompt() -> None:
     assert RequestAffinity(memory, request([*prompt, *[7] * 60, 1, 2])).num_cached_tokens(view(A)) == 96
 
 
+def test_an_answer_to_a_prompt_of_no_full_block_is_that_of_its_tenant_too() -> None:
+    memory, prompt = affinity(), list(range(10))
+    RequestAffinity(memory, request(prompt, salt="one")).record_cached(view(A), [7] * 60)
+    cached = [RequestAffinity(memory, request([*prompt, *[7] * 60], salt=salt)) for salt in ("one", "two", "")]
+    assert [one.num_cached_tokens(view(A)) for one in cached] == [64, 0, 0]
+
+
 def test_processes_that_are_gone_are_forgotten_and_those_that_are_lost_for_a_moment_are_not() -> None:
     memory, prompt = affinity(), list(range(64))
     memory.index.retain([A, B])
@@ -79,6 +86,12 @@ def test_a_session_that_a_prefill_instance_served_alone_is_remembered_for_its_po
     alone = replace(view(B), info=replace(view(B).info, role="prefill"))
     RequestAffinity(memory, request([1], session="s")).record_placement(view(A), None)
     RequestAffinity(memory, request([1], session="s")).record_placement(alone, None)
+    assert (memory.sessions.instance("s", "decode"), memory.sessions.instance("s", "prefill")) == (A, B)
+
+
+def test_a_session_whose_request_was_split_is_remembered_for_both_pools() -> None:
+    memory = affinity()
+    RequestAffinity(memory, request([1], session="s")).record_placement(view(A), view(B))
     assert (memory.sessions.instance("s", "decode"), memory.sessions.instance("s", "prefill")) == (A, B)
 
 

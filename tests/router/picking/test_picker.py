@@ -17,6 +17,7 @@ from router.picking.picker import (
     ready,
     rejection,
     same_identity,
+    unsupported_constraint,
 )
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 
@@ -47,6 +48,16 @@ def test_ties_are_broken_evenly() -> None:
     )
     assert 150 < wins["a"] < 250
     assert wins["a"] + wins["b"] == 400
+
+
+def test_those_with_equally_much_in_their_caches_win_evenly() -> None:
+    rng, views = random.Random(0), [view(name) for name in "abc"]
+    views = [replace(one, info=replace(one.info, identity=Identity(fingerprint="f"))) for one in views]
+    lacks: dict[str, int] = {"a": 0, "b": 0, "c": 1}
+    picks = [pick(views, [], rng=rng, among_tied=lambda one: lacks[one.instance_id]) for _ in range(400)]
+    wins = Counter(found.instance.instance_id for found in picks if isinstance(found, Pick))
+    assert wins["a"] + wins["b"] == 400
+    assert 150 < wins["a"] < 250
 
 
 def test_a_preferred_instance_wins_while_it_passes_the_filters() -> None:
@@ -101,6 +112,15 @@ def test_a_decode_instance_without_a_partner_is_left_out_with_the_difference() -
     assert has_partner([new], [ready])(decode) == "no prefill instance pairs with it (p: fingerprint is g, not f)"
     gone = replace(old, out="draining")
     assert has_partner([gone], [ready])(decode) == "no prefill instance pairs with it (none is available)"
+
+
+def test_a_constraint_is_unsupported_where_no_instance_supports_it() -> None:
+    views = [view("a"), view("b")]
+    one = [views[0], replace(views[1], info=replace(views[1].info, constraints=frozenset({"regex"})))]
+    assert unsupported_constraint("regex", one) is None
+    assert unsupported_constraint("grammar", one) == "grammar"
+    assert unsupported_constraint("regex", views) not in (None, "regex"), "it says what is missing for all of them"
+    assert unsupported_constraint("regex", []) is None
 
 
 def test_the_first_filter_that_rejects_an_instance_is_the_reason() -> None:

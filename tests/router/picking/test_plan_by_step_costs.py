@@ -131,12 +131,14 @@ def test_without_objectives_a_long_prompt_goes_where_less_waits() -> None:
 def test_without_objectives_prompts_are_split_where_the_prefill_pool_is_busy_with_prompts() -> None:
     fast = ThroughputEstimate(hand_over_per_s=1e6)
     busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
-    found = planned_without(
-        [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)], choice(4000)
-    )
+    pools = [measured("decode", num_running=4, throughput=fast)], [measured("prefill", throughput=busy)]
+    found = planned_without(*pools, choice(4000))
     assert found.prefill is not None
     assert found.prefill.instance_id == "prefill"
     assert found.disaggregation.decision is Decision.DISAGGREGATE
+    another = choice(4000)
+    another.decode_key, another.prefill_key = pools[0][0].key, pools[1][0].key
+    assert planned_without(*pools, another).prefill is not None, "a further choice is split as the first one was"
 
 
 def test_the_assumed_objective_follows_the_number_of_streams() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from router.picking.scorers import (
     RequestFacts,
     Scoring,
     kv_pressure,
+    other_domain,
     prefix,
     queue_now,
     queue_score,
@@ -66,6 +68,9 @@ def test_where_others_waited_beside_free_places_there_is_no_more_room_than_was_u
 def test_more_tokens_than_a_step_takes_wait_whatever_the_places() -> None:
     assert queue_now(view(slots=16, budget=2048, num_unreported=2, num_unreported_to_prefill=2048)) == (0, 2)
     assert queue_now(view(slots=16, budget=2048, num_unreported=2, num_unreported_to_prefill=2049)) == (2, 0)
+    assert queue_now(view(slots=16, num_unreported=2, num_unreported_to_prefill=2049)) == (0, 2), (
+        "its steps are unknown"
+    )
 
 
 # The others
@@ -90,12 +95,22 @@ def test_prefix_is_the_part_that_is_not_cached() -> None:
     assert prefix(facts, view("a")) == pytest.approx(0.2)
     assert prefix(facts, view("b")) == 1
     assert prefix(NOTHING, view("a")) == 0
+    assert prefix(RequestFacts(num_tokens=100, num_cached_tokens=lambda view: 112), view("a")) == 0
 
 
 def test_session_prefers_where_it_ran_and_no_instance_without_a_session() -> None:
     facts = RequestFacts(session_at=InstanceKey("a", "e"))
     assert (session(facts, view("a")), session(facts, view("b"))) == (0, 1)
     assert session(NOTHING, view("a")) == 0
+
+
+def test_an_unknown_domain_is_no_other_one() -> None:
+    def of(domain: str) -> InstanceView:
+        there = view()
+        return replace(there, info=replace(there.info, domain=domain))
+
+    assert other_domain(of("a"), of("b")) == 1
+    assert [other_domain(of(one), of(other)) for one, other in (("a", "a"), ("a", ""), ("", "a"), ("", ""))] == [0] * 4
 
 
 # Scorings
@@ -145,6 +160,7 @@ def test_prompts_are_not_hashed_for_scorers_that_ignore_prefixes() -> None:
         ("queue=0", "above 0"),
         ("queue=nan", "above 0"),
         ("queue=-1", "above 0"),
+        ("queue=inf", "above 0"),
         ("queue=1,queue=2", "names queue twice"),
         ("", "for example queue=1"),
         ("no_such_module:Name=1", "No module named 'no_such_module'"),

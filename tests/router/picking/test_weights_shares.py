@@ -70,6 +70,11 @@ def test_new_requests_are_divided_by_the_shares_and_the_rest_is_the_others(share
     assert found[True] / NUM_REQUESTS == pytest.approx(of_new, abs=0.025)
 
 
+def test_shares_may_sum_to_one_though_their_floats_sum_to_more() -> None:
+    assert 0.33 + 0.56 + 0.11 > 1
+    assert len(WeightsShares.parse("abcd=0.33,1234=0.56,5678=0.11").shares) == 3
+
+
 @pytest.mark.parametrize("mode", ["always", "auto", "never"])
 def test_a_plan_follows_the_share_and_not_the_number_of_instances(mode: Mode) -> None:
     served = Counter(weights_of(asked(f"{n}"), f"{NEW}=0.1", mode=mode) for n in range(200))
@@ -155,6 +160,7 @@ def test_the_share_is_explained() -> None:
         ("abcd=nan", "a share is a number from 0 to 1"),
         ("abcd=0.6,1234=0.5", "the shares sum to 1.1; at most 1 is allowed"),
         ("abcd=0.1,abcdef=0.1", "abcdef continues abcd: one instance would have two shares"),
+        ("abcdef=0.1,1234=0.1,abcd=0.1", "abcdef continues abcd"),
     ],
 )
 def test_a_wrong_share_is_rejected(shares: str, why: str) -> None:

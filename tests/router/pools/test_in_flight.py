@@ -117,6 +117,18 @@ def test_an_end_is_remembered_until_the_core_can_have_reported_it() -> None:
     assert inflight.num_ended == 0
 
 
+def test_an_end_is_forgotten_with_a_report_that_may_be_from_after_it() -> None:
+    """Its answer takes as long on its way as a request does."""
+    inflight = Accounting(report_lag_s=0.5)
+    inflight.sent(1, 0.0)
+    inflight.reported(1.0)
+    inflight.ended(1, 2.0)
+    inflight.reported(2.1, age_s=0.7)
+    assert inflight.num_ended == 1
+    inflight.reported(2.1, age_s=0.5)
+    assert inflight.num_ended == 0
+
+
 def test_another_process_has_no_requests_of_the_old_one() -> None:
     inflight = Accounting()
     inflight.sent(1, 0.0, num_tokens=5)
