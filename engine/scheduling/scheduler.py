@@ -146,8 +146,8 @@ class Scheduler:
         self._undo_interrupted_step()
         self._is_step_open = True
         streams = [request for request in self.running if not request.is_prompt]
-        prompts = self._running_prompts()
-        budget = self._prompt_budget(streams, prompts)
+        budget = self._prompt_budget(streams, self._running_prompts())
+        prompts = self._running_prompts()  # those that were found late may wait now
         self.kv.begin_step()
         scheduled: list[ScheduledRequest] = []
         num_tokens = max(self.config.max_num_batched_tokens, len(self.running))  # with fewer some would stand still
@@ -403,7 +403,7 @@ class Scheduler:
 
     def _start_if_ready(self, request: Request) -> None:
         is_seeded = request.seeded or request.spec.remote_kv is None
-        if not (is_seeded and request.loaded):
+        if not (is_seeded and request.loaded) or request.status is not RequestStatus.LOADING:
             return
         del self.loading[request.request_id]
         if request.request_id in self.kv.rows:

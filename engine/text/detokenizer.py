@@ -78,7 +78,7 @@ class _ByteStream:
 
     def _take(self, data: bytes, *, final: bool) -> str:
         text, self._pending = decode_utf8(self._pending + data, per_byte=self._table.per_byte, final=final)
-        if self._num_to_strip:
+        if self._num_to_strip and text:
             text, self._num_to_strip = self._table.strip(text, self._num_to_strip)
         return text
 

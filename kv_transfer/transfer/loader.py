@@ -134,7 +134,8 @@ class Load:
     @property
     def is_over(self) -> bool:
         """There is nothing left to wait for."""
-        return self.num_in_flight == 0 and (self.complete or self.failure is not None)
+        all_read = self.complete and self.num_started == len(self.pages)
+        return self.num_in_flight == 0 and (all_read or self.failure is not None)
 
     def result(self) -> KVLoadResult:
         """What was verified without a gap."""
@@ -192,6 +193,8 @@ class Loader:
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Prompt tokens past `num_computed_tokens` that will be loaded or looked up."""
+        if request.loaded:
+            return 0
         if self._is_lookup(request):
             num_tokens = self._num_lookup_pages(request) * self._naming.block_size if self._lookup else 0
         else:
@@ -271,7 +274,7 @@ class Loader:
         if failure is None:
             load.verified.add(op.block_index)
             load.moved_at = now
-            if load.is_lookup and not load.holds_blocks:
+            if load.is_lookup and load.failure is None and not load.holds_blocks:
                 self._queue_until(load, len(load.pages))
         else:
             self._fail(load, failure, op.block_index)
