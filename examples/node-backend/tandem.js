@@ -168,9 +168,9 @@ class Progress {
       if (this.#numLeft === 0) return false;
       this.#numLeft -= 1;
       this.#numTokensBefore = this.#numTokens;
-      this.#until = Date.now() + RESUME_WAIT_MS;
+      this.#until = performance.now() + RESUME_WAIT_MS;
     }
-    return Date.now() < this.#until;
+    return performance.now() < this.#until;
   }
 }
 
