@@ -106,8 +106,6 @@ class AdmissionController:
         self.lengths = OutputLengths(self.settings.expected_tokens)
         self._rate = ServiceRate()
         self._mean_stay_s: float | None = None
-        """Of all requests that have ended, then of the last ones: the first may have met a cold start."""
-        self._num_stays = 0
         self._external = ExternalLoadEstimator()
         self._capacity = Capacity()
         self._refreshed_s = float("-inf")
@@ -339,8 +337,7 @@ class AdmissionController:
         self.lengths.observe(ticket.max_tokens, round(ticket.num_emitted() / ticket.charge.num_sequences))
         stay_s = ticket.in_flight_s(self.clock())
         mean_s = stay_s if self._mean_stay_s is None else self._mean_stay_s
-        self._num_stays += 1
-        self._mean_stay_s = mean_s + max(_STAY_WEIGHT, 1 / (self._num_stays + 1)) * (stay_s - mean_s)
+        self._mean_stay_s = mean_s + _STAY_WEIGHT * (stay_s - mean_s)
 
     async def _wait_turn(self, entry: Entry[Ticket]) -> None:
         ticket = entry.item

@@ -116,19 +116,6 @@ async def test_a_halt_of_the_router_is_no_slowness() -> None:
     await rig.close()
 
 
-async def test_a_cold_start_soon_rejects_no_request_that_would_hardly_wait() -> None:
-    now_s = 0.0
-    rig = AdmissionRig(Capacity(num_instances=1, num_sequences=2), queue_timeout_s=5.0, clock=lambda: now_s)
-    for number in range(12):  # the first one waits for a compilation
-        await rig.arrive(str(number))
-        now_s += 0.5 if number else 30.0
-        await rig.finish(str(number))
-    for name in "abcd":
-        await rig.arrive(name)
-    assert rig.admission.num_queued == 2, "the second one behind a request of half a second"
-    await rig.close()
-
-
 async def test_a_burst_after_a_quiet_spell_waits_for_its_turn() -> None:
     """The silence in which slots were free says nothing about when the next request ends."""
     now_s = 0.0
