@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import grpc.aio
 
@@ -20,7 +21,7 @@ from router.picking.placement import AimSource
 from router.picking.plan import explain
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import STATES, UpstreamInstance
-from router.pools.instance_info import ROLES, WIRE_ROLES, InstanceView, Role
+from router.pools.instance_info import ROLES, WIRE_ROLES, Role
 from router.pools.pool import Pool
 from router.request.generation_request import GenerationRequest
 from router.request.validation import ModelLimits, ServedModel, validated
@@ -96,20 +97,15 @@ class PoolsService:
         self, request: pools_pb2.ExplainPickRequest, context: Context
     ) -> pools_pb2.ExplainPickResponse:
         imagined = await self._request(request)
-        decode, prefill = self._pools.decode.views(), self._pools.prefill.views()
-        marked = self.safeguards.decode.marked(decode), self.safeguards.prefill.marked(prefill)
-        explanation = self._explained(*marked, imagined)
-        if not explanation.HasField("disaggregated") and marked != (decode, prefill):
-            with_ejected = self._explained(decode, prefill, imagined)  # as a request tries it: they come last
-            explanation = with_ejected if with_ejected.HasField("disaggregated") else explanation
+        explanations = (
+            explain(*views, imagined, self.affinity, self.disaggregation, self.aims, random.Random())
+            for views in self.safeguards.views_to_try()
+        )
+        first = next(explanations)
+        explanation = next((one for one in chain([first], explanations) if one.HasField("disaggregated")), first)
         explanation.decode.extend(unseen(self._pools.decode))
         explanation.prefill.extend(unseen(self._pools.prefill))
         return explanation
-
-    def _explained(
-        self, decode: Sequence[InstanceView], prefill: Sequence[InstanceView], request: GenerationRequest
-    ) -> pools_pb2.ExplainPickResponse:
-        return explain(decode, prefill, request, self.affinity, self.disaggregation, self.aims, random.Random())
 
     async def DrainInstance(
         self, request: pools_pb2.DrainInstanceRequest, context: Context

@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from router.dispatch.trace import AttemptTrace, ChoiceTrace, RequestTrace
 from router.picking.affinity import Affinity, RequestAffinity
 from router.picking.placement import AimSource, Plan
 from router.picking.plan import NoPlan, has_place, make_plan
-from router.picking.scorers import Aims, Criteria
+from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import InstanceView
@@ -275,22 +275,16 @@ class Dispatcher:
         return aims._replace(objectives=aims.objectives._replace(ttft_s=None, begin_s=None))
 
     def _plan_now(self, flow: _Flow, *, keeps_place: bool = False) -> Plan | NoPlan:
-        """Where it could run now. Ejected instances come last: any is better than none."""
+        """Where it could run now."""
         criteria = flow.affinity.criteria(flow.choice.num_tokens)
         aims = self._aims(flow, is_first=flow.choice.stream_epoch == 0)
         criteria = replace(criteria, aims=aims, keeps_place=keeps_place)
-        decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
-        marked_decode = self.safeguards.decode.marked(decode)
-        marked_prefill = self.safeguards.prefill.marked(prefill)
-        plan = self._plan_among(flow, marked_decode, marked_prefill, criteria)
-        if isinstance(plan, NoPlan) and (marked_decode, marked_prefill) != (decode, prefill):
-            plan = self._plan_among(flow, decode, prefill, criteria)
+        excluded = flow.history.excluded
+        for views in self.safeguards.views_to_try():
+            plan = make_plan(*views, flow.choice, excluded, self.disaggregation, self.rng, criteria)
+            if not isinstance(plan, NoPlan):
+                break
         return plan
-
-    def _plan_among(
-        self, flow: _Flow, decode: Sequence[InstanceView], prefill: Sequence[InstanceView], criteria: Criteria
-    ) -> Plan | NoPlan:
-        return make_plan(decode, prefill, flow.choice, flow.history.excluded, self.disaggregation, self.rng, criteria)
 
     def _move_target(self, flow: _Flow) -> UpstreamInstance | None:
         """Where a stream may go whose instance is about to end. Nothing is broken yet: a stream that stays runs on

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -175,6 +175,15 @@ class Safeguards:
 
     def of_role(self, role: Role) -> tuple[Pool, OutlierDetection]:
         return self.pools.by_role[role], self.prefill if role == "prefill" else self.decode
+
+    def views_to_try(self) -> Iterator[tuple[Sequence[InstanceView], Sequence[InstanceView]]]:
+        """Decode and prefill views of the pools, in the order in which a request tries them. Ejected instances come
+        last: any is better than none."""
+        decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
+        marked = self.decode.marked(decode), self.prefill.marked(prefill)
+        yield marked
+        if marked != (decode, prefill):
+            yield decode, prefill
 
     def is_gone(self, key: InstanceKey) -> bool:
         """Whether that process cannot be picked now and does not report a drain; removed ones, drained or not, count as
