@@ -167,13 +167,13 @@ class InstanceChanges:
     def __init__(self, before: pools_pb2.ListPoolsResponse, echo: Callable[[str], None]) -> None:
         self._echo = echo
         self._shown = {
-            _place(one): _Shown(one.instance_id or one.address, one.out, _process(one)) for one in before.instances
+            place_of(one): _Shown(one.instance_id or one.address, one.out, _process(one)) for one in before.instances
         }
 
     def update(self, now: pools_pb2.ListPoolsResponse) -> None:
         self._follow_addresses(now)
         for one in now.instances:
-            before = self._shown.get(_place(one))
+            before = self._shown.get(place_of(one))
             name, out = one.instance_id or (before.name if before else one.address), one.out
             if before is None and out not in ("", LEFT):
                 self._echo(f"  {pool_name(one.role)} instance at {one.address} starts")
@@ -181,18 +181,18 @@ class InstanceChanges:
                 out = LEFT  # it ends, or its address has come back and it is not ready yet
             elif before is None or _without_digits(out) != _without_digits(before.out):
                 self._echo(f"  {name} {'is ready' if not out else f'is out: {out}'}")
-            self._shown[_place(one)] = _Shown(name, out, _process(one))
-        for place in self._shown.keys() - set(map(_place, now.instances)):
+            self._shown[place_of(one)] = _Shown(name, out, _process(one))
+        for place in self._shown.keys() - set(map(place_of, now.instances)):
             self._echo(f"  {self._shown.pop(place).name} is gone")
 
     def _follow_addresses(self, now: pools_pb2.ListPoolsResponse) -> None:
         """What is known of a process that is listed by its other address applies to that one."""
-        unlisted = self._shown.keys() - set(map(_place, now.instances))
+        unlisted = self._shown.keys() - set(map(place_of, now.instances))
         places = {self._shown[place].process: place for place in unlisted}
         for one in now.instances:
             before = places.get(_process(one))
-            if before is not None and _place(one) not in self._shown and one.load.instance_epoch:
-                self._shown[_place(one)] = self._shown.pop(before)
+            if before is not None and place_of(one) not in self._shown and one.load.instance_epoch:
+                self._shown[place_of(one)] = self._shown.pop(before)
 
 
 class _Shown(NamedTuple):
@@ -203,9 +203,9 @@ class _Shown(NamedTuple):
     process: tuple[int, str]
 
 
-def _place(one: pools_pb2.PoolInstance) -> tuple[int, str]:
-    """An address that is given for both pools is listed in each."""
-    return one.role, one.address
+def place_of(one: pools_pb2.PoolInstance) -> str:
+    """Its pool and address, for a key: an address that is given for both pools is listed in each."""
+    return f"{pool_name(one.role)} {one.address}"
 
 
 def _process(one: pools_pb2.PoolInstance) -> tuple[int, str]:

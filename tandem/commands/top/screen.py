@@ -34,7 +34,7 @@ from tandem.client.errors import explain
 from tandem.client.registry import is_local
 from tandem.commands.admin import CALL_TIMEOUT_S, admin_problem, pool_name
 from tandem.commands.options import counted
-from tandem.commands.pools import InstanceChanges, change_text, instance_row, pool_lines, restart_hint
+from tandem.commands.pools import InstanceChanges, change_text, instance_row, place_of, pool_lines, restart_hint
 
 if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
@@ -191,11 +191,6 @@ def _histograms(text: str, names: Sequence[str]) -> dict[str, dict[str, Histogra
     return read
 
 
-def _row_key(one: pools_pb2.PoolInstance) -> str:
-    """An address that is given for both pools is listed in each."""
-    return f"{pool_name(one.role)} {one.address}"
-
-
 class Confirm(ModalScreen[bool]):
     """A question that y answers with yes, n and Escape with no; q and Ctrl-C quit, as on the screen below."""
 
@@ -345,14 +340,14 @@ class TopApp(App[None]):
     def _fill_table(self) -> None:
         """Writes the cells that changed; builds all rows when the instances did, with the cursor on the same one."""
         table = self.table
-        rows = {_row_key(one): self._row(one) for one in self._last.instances}
+        rows = {place_of(one): self._row(one) for one in self._last.instances}
         if [key.value for key in table.rows] != list(rows):
             selected = self._selected()
             table.clear()
             for key, row in rows.items():
                 table.add_row(*row, key=key)
-            if selected is not None and _row_key(selected) in rows:
-                table.move_cursor(row=table.get_row_index(_row_key(selected)))
+            if selected is not None and place_of(selected) in rows:
+                table.move_cursor(row=table.get_row_index(place_of(selected)))
             return
         for key, row in rows.items():
             for column, cell in zip(table.columns, row, strict=True):
@@ -408,7 +403,7 @@ class TopApp(App[None]):
         if not table.row_count:
             return None
         key = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value
-        return next((one for one in self._last.instances if _row_key(one) == key), None)
+        return next((one for one in self._last.instances if place_of(one) == key), None)
 
     def action_resize(self, by: int) -> None:
         selected = self._selected()
