@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from router.pools.in_flight import REPORT_LAG_S, InFlightCalls
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -106,26 +108,22 @@ def test_an_end_corrects_the_report_that_counted_it_once() -> None:
     assert inflight.num_ended == 0
 
 
-def test_an_end_is_remembered_until_the_core_can_have_reported_it() -> None:
-    inflight = Accounting(report_lag_s=0.1)
+@pytest.mark.parametrize(
+    ("lag_s", "too_early", "late_enough"),
+    [(0.1, (2.5, 1.0), (2.75, 0.0)), (0.5, (2.1, 0.7), (2.1, 0.5))],
+    ids=["the core can have reported it", "a report that may be from after it"],
+)
+def test_an_end_is_remembered_until(
+    lag_s: float, too_early: tuple[float, float], late_enough: tuple[float, float]
+) -> None:
+    """An answer takes as long on its way as a request does. Reports are given by when they come, and by their age."""
+    inflight = Accounting(report_lag_s=lag_s)
     inflight.sent(1, 0.0)
     inflight.reported(1.0)
     inflight.ended(1, 2.0)
-    inflight.reported(2.5, age_s=1.0)
+    inflight.reported(too_early[0], age_s=too_early[1])
     assert inflight.num_ended == 1
-    inflight.reported(2.75, age_s=0.0)
-    assert inflight.num_ended == 0
-
-
-def test_an_end_is_forgotten_with_a_report_that_may_be_from_after_it() -> None:
-    """Its answer takes as long on its way as a request does."""
-    inflight = Accounting(report_lag_s=0.5)
-    inflight.sent(1, 0.0)
-    inflight.reported(1.0)
-    inflight.ended(1, 2.0)
-    inflight.reported(2.1, age_s=0.7)
-    assert inflight.num_ended == 1
-    inflight.reported(2.1, age_s=0.5)
+    inflight.reported(late_enough[0], age_s=late_enough[1])
     assert inflight.num_ended == 0
 
 
