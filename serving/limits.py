@@ -336,6 +336,7 @@ class AbuseLimits:
         self._blocked_until_s: dict[str, float] = {}
         self._muting: asyncio.Task[None] | None = None
         self._muted: set[socket.socket] = set()
+        self._is_closed = False
         self._logged_at_s = -_LOG_INTERVAL_S
         self.num_dropped = 0  # connections so far
 
@@ -347,7 +348,7 @@ class AbuseLimits:
 
     def count_cancelled(self, peer: str) -> None:
         """A call of `peer` has ended before its message came."""
-        if self._cancelled.take(peer, at_least=-1.0) >= 0 or self.is_blocked(peer):
+        if self._is_closed or self._cancelled.take(peer, at_least=-1.0) >= 0 or self.is_blocked(peer):
             return
         now_s = time.monotonic()
         for other in list(itertools.takewhile(lambda key: self._blocked_until_s[key] < now_s, self._blocked_until_s)):
@@ -362,6 +363,7 @@ class AbuseLimits:
         return self._blocked_until_s.get(peer, 0.0) > time.monotonic()
 
     def close(self) -> None:
+        self._is_closed = True  # the end of the server cancels calls as well, and their connections would not be reset
         if self._muting is not None:
             self._muting.cancel()
         for connection in list(self._muted):

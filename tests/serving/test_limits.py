@@ -368,6 +368,14 @@ async def test_an_unknown_peer_has_no_connections() -> None:
     assert await connections_from({"unix:", "ipv4:192.0.2.1:1", ""}) == []
 
 
+async def test_calls_that_the_end_of_the_server_cancels_drop_no_connection() -> None:
+    found = limits.AbuseLimits(per_s=1.0)
+    found.close()
+    for _ in range(10):
+        found.count_cancelled("ipv4:127.0.0.2:1")
+    assert not found.is_blocked("ipv4:127.0.0.2:1")
+
+
 async def test_a_connection_that_only_begins_calls_is_dropped(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now_s))
