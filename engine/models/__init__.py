@@ -58,10 +58,11 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
 
     Raises UnsupportedModel, which says what would run it. Imports transformers, and torch with it, for those alone.
     """
-    from engine.models.config import ConfigFields, ModelConfig, read_json, refuse_quantization
+    from engine.models.config import ConfigFields, ModelConfig, read_json
+    from engine.models.weight_codes import read_codes
 
     folder = Path(folder)
-    refuse_quantization(ConfigFields(read_json(folder / "config.json")))
+    codes = read_codes(ConfigFields(read_json(folder / "config.json")))
     native_error = ""
     if model_impl != "transformers":
         try:
@@ -70,6 +71,8 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
             if model_impl == "native":
                 raise
             native_error = f"{error}, and "
+    if codes is not None:
+        raise UnsupportedModel(f"{native_error}a quantised checkpoint is not supported by the transformers backend")
     try:
         import engine.models.transformers_backend as transformers_backend
     except ImportError:
@@ -108,9 +111,10 @@ def load_model(
     import torch  # late: `config` is used without torch
 
     from engine.attention import select_backend
-    from engine.models.config import ModelConfig
+    from engine.models.config import ConfigFields, ModelConfig, read_json
     from engine.models.linear import LinearSource
     from engine.models.llama import LlamaModel
+    from engine.models.weight_codes import read_codes
     from engine.models.weights import DummyWeights, PartWeights, SafetensorsWeights, WeightSource
     from engine.partition import Parallelism
     from engine.ranks import OneRank, OneStage
@@ -140,7 +144,8 @@ def load_model(
         )
     weights: WeightSource
     if dummy_seed is None:
-        weights = SafetensorsWeights(engine.model, dtype=dtype, device=device)
+        codes = read_codes(ConfigFields(read_json(Path(engine.model) / "config.json")))
+        weights = SafetensorsWeights(engine.model, dtype=dtype, device=device, codes=codes)
     else:
         weights = DummyWeights(dummy_seed, dtype=dtype, device=device)
     if part is not None:

@@ -247,15 +247,6 @@ def _parse(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def refuse_quantization(fields: ConfigFields) -> None:
-    """Raises UnsupportedModel for a checkpoint of quantised weights."""
-    if (quantization := fields.raw("quantization_config")) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModel(
-            f"quantization_config ({shown(method)}) is not supported; supported: unquantized weights"
-        )
-
-
 def _architecture(fields: ConfigFields) -> tuple[str, _Family]:
     names = fields.items("architectures")
     for name in names:

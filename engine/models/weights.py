@@ -19,11 +19,14 @@ from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, shown
 from engine.models.config import ModelConfig, read_json
 from engine.models.quantized import QuantizedMatrix
+from engine.models.weight_codes import OTHER_SCALES, SCALES, WeightCodes
 from engine.partition import Part
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_MATRIX = 2
 _MAX_NAMED = 5
 
 
@@ -62,9 +65,13 @@ class SafetensorsWeights(WeightSource):
     Experts of a layer in one tensor, as transformers 5 has them in memory, have the names of single ones.
     """
 
-    def __init__(self, folder: Path | str, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path | str, *, dtype: torch.dtype, device: torch.device, codes: WeightCodes | None = None
+    ) -> None:
+        """`codes`: None where tensors are no codes."""
         self._dtype = dtype
         self._device = device
+        self._codes = codes
         self._stored: dict[str, _Stored] = {}
         self._files: dict[str, Any] = {}  # untyped handles of safetensors
         folder = Path(folder)
@@ -82,21 +89,42 @@ class SafetensorsWeights(WeightSource):
         if stored is None:
             raise InvalidCheckpoint(f"tensor {shown(name)} is missing from the checkpoint")
         file_name = stored.file_name
-        try:
-            tensor = _read(self._files[file_name], stored)
-        except SafetensorError as error:
-            raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} cannot be read: {error}") from error
+        tensor = self._read(name, stored)
         if tuple(tensor.shape) != shape:
             found = list(tensor.shape)
             raise InvalidCheckpoint(
                 f"tensor {shown(name)} of {file_name} has shape {found}; config.json requires {list(shape)}"
             )
+        if self._codes is not None and tensor.dtype in _CODES and tensor.dim() == _MATRIX:
+            tensor = self._values(name, tensor)
         if tensor.dtype not in _READABLE:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         converted = tensor.to(device=self._device, dtype=self._dtype)
         return converted.clone() if is_kept and converted is tensor else converted
 
+    def _read(self, name: str, stored: _Stored) -> torch.Tensor:
+        try:
+            return _read(self._files[stored.file_name], stored)
+        except SafetensorError as error:
+            raise InvalidCheckpoint(f"tensor {shown(name)} of {stored.file_name} cannot be read: {error}") from error
+
+    def _values(self, name: str, codes: torch.Tensor) -> torch.Tensor:
+        """What the codes of a matrix stand for: float32."""
+        assert self._codes is not None
+        found = next((name + suffix for suffix in SCALES if name + suffix in self._stored), None)
+        if found is None:
+            raise InvalidCheckpoint(f"tensor {shown(name)} is {codes.dtype} and has no {shown(name + SCALES[-1])}")
+        scales = self._read(found, self._stored.pop(found))
+        if scales.dtype not in _READABLE:
+            raise InvalidCheckpoint(f"tensor {shown(found)} is {scales.dtype}; supported: {_READABLE}")
+        try:
+            return self._codes.values(codes, scales)
+        except InvalidCheckpoint as error:
+            raise InvalidCheckpoint(f"tensor {shown(found)}: {error}") from None
+
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
+        if self._codes is not None:
+            ignored += OTHER_SCALES
         left = sorted(name for name in self._stored if not name.endswith(ignored) and not name.startswith(elsewhere))
         if left:
             named = shortened([f"{shown(name)} of {self._stored[name].file_name}" for name in left])

@@ -1,0 +1,106 @@
+"""Weights that a checkpoint has as codes of 8 bits, FP8 or int8: what config.json says of them, and their values.
+
+A weight is its code times a scale: that of its matrix, of its row, or of its block of rows and columns. The values are
+computed as the weights are loaded and are kept in the engine's dtype; so are activations and KV, whose scales in the
+checkpoint are not needed. Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
+from engine.models.config import ConfigFields
+
+if TYPE_CHECKING:
+    import torch
+
+SCALES = ("_scale_inv", "_scale")
+"""What follows a matrix's name in that of its scales, which multiply it in both cases."""
+OTHER_SCALES = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+"""Ends of the names of scales of activations and KV."""
+_FORMATS = {
+    "fp8": (None, (None,)),
+    "fbgemm_fp8": (None, (None,)),
+    "modelopt": ("quant_algo", ("FP8",)),
+    "compressed-tensors": ("format", ("float-quantized", "int-quantized", "naive-quantized")),
+}
+"""By quant_method: the field that says how weights are stored, and its values that can be read."""
+_SUPPORTED = (
+    "unquantized weights, and codes of 8 bits: fp8, fbgemm_fp8, modelopt FP8, "
+    "compressed-tensors float-quantized, int-quantized and naive-quantized"
+)
+_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCodes:
+    """How the codes of a checkpoint have their scales."""
+
+    block: tuple[int, int] | None = None
+    """Rows and columns that share one; None: a row or the matrix does."""
+
+    def values(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """codes [rows, columns], scales [], [1], [rows], [rows, 1] or, of blocks, [rows / block, columns / block],
+        rounded up -> float32 [rows, columns]. Raises InvalidCheckpoint for scales of another shape."""
+        rows, columns = codes.shape
+        shape = tuple(scales.shape)
+        values = codes.float()
+        if self.block is not None and shape == (-(-rows // self.block[0]), -(-columns // self.block[1])):
+            by_row = scales.float().repeat_interleave(self.block[0], dim=0)[:rows]
+            return values.mul_(by_row.repeat_interleave(self.block[1], dim=1)[:, :columns])
+        if shape in ((), (1,), (1, 1), (rows,), (rows, 1)):
+            return values.mul_(scales.float().reshape(-1, 1))
+        raise InvalidCheckpoint(f"scales of shape {list(shape)} do not belong to weights of shape {[rows, columns]}")
+
+
+def read_codes(fields: ConfigFields) -> WeightCodes | None:
+    """What `quantization_config` says; None: the weights are no codes. Raises UnsupportedModel for other codes."""
+    method = fields.raw("quantization_config")
+    if method is None:
+        return None
+    quantization = fields.section("quantization_config") if isinstance(method, dict) else None
+    if quantization is None:
+        raise _unsupported(method)
+    method = quantization.raw("quant_method")
+    field, supported = _FORMATS.get(str(method), ("", ()))
+    stored = quantization.raw(field) if field else None
+    if stored not in supported:
+        raise _unsupported(method if stored is None else f"{method} {stored}")
+    if quantization.raw("transform_config"):
+        raise _unsupported(f"{method} with a transform_config")
+    if method != "compressed-tensors":
+        return WeightCodes(_block(quantization, "weight_block_size"))
+    groups = quantization.raw("config_groups")
+    found = {_of_group(group) for group in groups.values()} if isinstance(groups, dict) else set()
+    if len(found) != 1:
+        raise _unsupported(f"{method} with several config_groups" if found else f"{method} without config_groups")
+    return found.pop()
+
+
+def _of_group(group: object) -> WeightCodes:
+    raw = group.get("weights") if isinstance(group, dict) else None
+    weights = ConfigFields(raw if isinstance(raw, dict) else {}, "quantization_config.config_groups.*.weights.")
+    if weights.integer("num_bits") != _BITS:
+        raise _unsupported(f"compressed-tensors with {weights.integer('num_bits')} bits")
+    if not weights.flag("symmetric", True) or weights.raw("actorder"):
+        raise _unsupported("compressed-tensors with zero points or actorder")
+    if weights.raw("group_size") not in (None, -1):
+        if (size := weights.integer("group_size")) < 1:
+            raise _unsupported(f"compressed-tensors with groups of {size}")
+        return WeightCodes((1, size))
+    return WeightCodes(_block(weights, "block_structure"))
+
+
+def _block(fields: ConfigFields, name: str) -> tuple[int, int] | None:
+    if not (sizes := fields.items(name)):
+        return None
+    if [type(size) for size in sizes] != [int, int] or min(sizes) < 1:
+        raise UnsupportedModel(f"config.json: {name} is {shown(sizes)}; it must be two integers from 1")
+    rows, columns = sizes
+    return rows, columns
+
+
+def _unsupported(what: object) -> UnsupportedModel:
+    return UnsupportedModel(f"quantization_config ({shown(what)}) is not supported; supported: {_SUPPORTED}")
