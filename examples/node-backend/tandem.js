@@ -145,6 +145,10 @@ class Progress {
       this.#choices.set(tokens.choice, { choice: tokens.choice, token_ids: [], finished: false, fingerprint });
     }
     const choice = this.#choices.get(tokens.choice);
+    // A router of a version without `resume` begins the answer again.
+    if (Number(tokens.token_index) !== choice.token_ids.length) {
+      throw new Error(`token_index is ${tokens.token_index} where ${choice.token_ids.length} was expected`);
+    }
     choice.token_ids.push(...tokens.token_ids);
     choice.finished = tokens.finish != null;
     this.#numTokens += tokens.token_ids.length;

@@ -60,8 +60,10 @@ _REJECTIONS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Of the router by one instance: its credentials, an address that it names, an id that it has used there before."""
+"""Of the router by one instance: its credentials, an address that it names, an id that it has used there before, a
+method that an instance of another version does not have."""
 _KINDS: dict[grpc.StatusCode, FailureKind] = {
     **dict.fromkeys(_REJECTIONS, "broken"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",

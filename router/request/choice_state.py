@@ -22,6 +22,7 @@ from router.request.request_log import NO_GAPS, TokenGaps
 
 _PLACE = ("stream_epoch", "choice", "token_index", "text_offset")
 """The fields that say where a chunk continues."""
+_REASON_NAMES = {number: name for name, number in common_pb2.FinishReason.items()}
 _CLIENTS_REASONS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
@@ -212,7 +213,7 @@ class Choice:
         elif reason in _CLIENTS_REASONS:
             self.finished = True
         else:
-            raise StreamViolation(f"the instance ended the choice: {common_pb2.FinishReason.Name(reason)}")
+            raise StreamViolation(f"the instance ended the choice: {_REASON_NAMES.get(reason, reason)}")
 
     def _note_cached(self, usage: common_pb2.Usage) -> None:
         if self.num_cached_tokens is None:

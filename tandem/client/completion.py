@@ -173,6 +173,7 @@ class _ChoiceState:
     num_tokens: int = 0
     num_chars: int = 0
     epoch: int = 0
+    has_calls: bool = False
     finish: common_pb2.Finish | None = None
     fingerprint: str = ""
 
@@ -189,6 +190,9 @@ class _ChoiceState:
             raise StreamError(f"{name}: stream_epoch fell from {self.epoch} to {chunk.stream_epoch}")
         if chunk.logprobs and len(chunk.logprobs) != len(chunk.token_ids):
             raise StreamError(f"{name}: {len(chunk.logprobs)} logprobs for {len(chunk.token_ids)} token ids")
+        calls = response.delta.tool_calls
+        if calls and not (calls[0].id or self.has_calls):
+            raise StreamError(f"{name}: a part of a call that has not begun: a router of another version?")
         self.finish = chunk.finish if chunk.HasField("finish") else None
         piece = Piece(
             text=chunk.text,
@@ -201,12 +205,13 @@ class _ChoiceState:
             prompt_logprobs=_positions(chunk.prompt_logprobs),
             content=response.delta.content if is_divided else chunk.text,
             reasoning=response.delta.reasoning,
-            tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in response.delta.tool_calls),
+            tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in calls),
         )
         self.pieces.append(piece)
         self.num_tokens += len(piece.token_ids)
         self.num_chars += len(piece.text)
         self.epoch = chunk.stream_epoch
+        self.has_calls = self.has_calls or bool(calls)
         self.fingerprint = self.fingerprint or response.fingerprint
         return piece
 

@@ -26,7 +26,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tandem.client.credentials import PLAINTEXT, Credentials, stack_credentials
@@ -293,17 +293,19 @@ def _age_s(path: Path) -> float:
 
 
 def _announced() -> Iterator[tuple[Path, RunningStack]]:
-    """Without files that are of another version. None where this user has no home, or none that can be read, as in a
-    pod of an application."""
+    """Without fields that a later version has added, and without damaged files. None where this user has no home, or
+    none that can be read, as in a pod of an application."""
     try:
         paths = [*state_dir().glob("stack-*.json")]
     except OSError:
         return
     for path in paths:
         try:
-            yield path, RunningStack(**json.loads(path.read_text()))
+            found = json.loads(path.read_text())
+            stack = RunningStack(**{one.name: found[one.name] for one in fields(RunningStack) if one.name in found})
         except (OSError, ValueError, TypeError):
-            continue  # of another version, or just removed
+            continue  # damaged, or just removed
+        yield path, stack
 
 
 def _host_and_port(address: str) -> tuple[str, str]:

@@ -167,15 +167,17 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer):
     """Answers each call as `calls` says, the last one for all that follow: how many messages come, and how it ends
     then. None: well."""
 
-    def __init__(self, *calls: tuple[int, str | ServiceError | None]) -> None:
+    def __init__(self, *calls: tuple[int, str | ServiceError | None], resumes: bool = True) -> None:
         self.calls = calls
+        self._resumes = resumes
         self.num_calls = 0
         self.before_end: Callable[[], None] = lambda: None
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:
         num_messages, end = self.calls[min(self.num_calls, len(self.calls) - 1)]
         self.num_calls += 1
-        num_before = len(request.resume.choices[0].token_ids) if request.resume.choices else 0
+        resumed = request.resume.choices if self._resumes else []
+        num_before = len(resumed[0].token_ids) if resumed else 0
         for position in range(num_before, num_before + num_messages):
             chunk = common_pb2.TokenChunk(token_index=position, token_ids=[position], text=TEXTS[position])
             if position == len(TEXTS) - 1:
@@ -245,6 +247,20 @@ async def test_a_stream_that_a_proxy_ends_in_http2_goes_on(end: str) -> None:
             text += piece
             has_read.set()
     assert text == "Yes, we do.\n"
+    assert router.num_calls == 2
+
+
+async def test_a_router_of_a_version_that_begins_again_ends_the_stream_and_repeats_nothing() -> None:
+    router, pieces = ScriptedRouter((1, LOST), (3, None), resumes=False), list[str]()
+
+    async def read(response: httpx.Response) -> None:
+        async for piece in response.aiter_text():
+            pieces.append(piece)
+
+    async with scripted(router) as client, client.stream("POST", "/ask", content="hi") as response:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read(response)
+    assert "Yes".startswith("".join(pieces))
     assert router.num_calls == 2
 
 

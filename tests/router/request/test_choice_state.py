@@ -63,6 +63,7 @@ def test_gaps_are_those_from_the_choices_own_first_token_to_its_last() -> None:
         (chunk(token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_HAND_OVER), "without a token"),
         (chunk(9, token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_ERROR), "ended the choice"),
         (chunk(9, token_index=1, text_offset=1, reason=common_pb2.FINISH_REASON_ABORT), "ended the choice"),
+        (chunk(9, token_index=1, text_offset=1, reason=99), "ended the choice: 99"),  # of a later version
     ],
 )
 def test_what_does_not_continue_the_stream_emits_nothing(wrong: common_pb2.TokenChunk, says: str) -> None:

@@ -26,6 +26,7 @@ from serving.errors import (
     StreamEnded,
     Unauthenticated,
     Unavailable,
+    Unsupported,
 )
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
@@ -149,8 +150,13 @@ async def test_a_status_that_is_not_the_requests_fault_is_tried_elsewhere(run: R
         assert rig.decode[0].recorded("refused")
 
 
-REJECTIONS = (PermissionDenied("no name (tls)"), Unauthenticated("no token (tls)"), AlreadyExists("used (tls)"))
-"""Of the router, whatever the request."""
+REJECTIONS = (
+    PermissionDenied("no name (tls)"),
+    Unauthenticated("no token (tls)"),
+    AlreadyExists("used (tls)"),
+    Unsupported("Method not found! (tls)"),
+)
+"""Of the router, whatever the request. The last is gRPC's own, of an instance of a version without the method."""
 
 
 @pytest.mark.parametrize("rejection", REJECTIONS, ids=lambda error: error.code.name)

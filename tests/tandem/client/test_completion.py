@@ -61,6 +61,16 @@ def test_calls_are_put_together_and_parted_from_the_text() -> None:
     assert completion.tool_calls == (ToolCall("a", "add", '{"x": 1}'), ToolCall("b", "add", "{}"))
 
 
+def test_a_part_of_a_call_that_has_not_begun_is_an_error() -> None:
+    """Where an answer goes on at a router of another version, which takes the call's beginning for delivered."""
+    assembler = CompletionAssembler()
+    assembler.add(message(0, "<call", text_offset=0))
+    second = message(1, ">…", text_offset=5, finish=STOP)
+    second.delta.tool_calls.add(index=0, arguments=": 1}")
+    with pytest.raises(StreamError, match="choice 0: a part of a call that has not begun"):
+        assembler.add(second)
+
+
 def test_logprobs_go_along_with_their_tokens() -> None:
     first, last = message(0, "a", text_offset=0, ids=(7, 8)), message(2, "b", text_offset=1, ids=(9,), finish=STOP)
     for response in (first, last):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import socket
 import stat
@@ -233,9 +234,18 @@ def test_a_link_in_the_temporary_folder_is_not_followed(short_folder: Path) -> N
     assert target.is_dir()
 
 
-def test_a_broken_state_file_is_no_running_stack() -> None:
+def test_a_stack_of_a_later_version_is_found() -> None:
+    folder = StackFolder()
+    path = announced(folder.path, "later:1")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_a_later_version": [1]}))
+    assert registry.running_address() == "later:1"
+    folder.remove()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", "{}", '{"address": "of-another-form:1"}'])
+def test_a_broken_state_file_is_no_running_stack(content: str) -> None:
     registry.state_dir().mkdir()
-    (registry.state_dir() / "stack-1-x.json").write_text("{")
+    (registry.state_dir() / "stack-1-x.json").write_text(content)
     assert registry.running_stacks() == []
 
 
