@@ -116,10 +116,10 @@ class _FullStore(MemoryStore):
 class _StoreUser:
     """Saves and loads full blocks of one prompt."""
 
-    def __init__(self, store: MemoryStore, *, retry_s: float) -> None:
+    def __init__(self, store: MemoryStore, *, retry_s: float, key: bytes | None = None) -> None:
         self.breaker = CircuitBreaker(max_failures=3, retry_s=retry_s)
         memory = make_page_memory([torch.zeros((2, *LAYOUT.page_shape))])
-        self.io = PageIO(store, memory, None, bytes(16), self.breaker, CircuitBreaker(retry_s=retry_s))
+        self.io = PageIO(store, memory, key, bytes(16), self.breaker, CircuitBreaker(retry_s=retry_s))
         naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
         hashes = naming.block_hashes(prompt)
         self.pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
@@ -139,6 +139,21 @@ class _StoreUser:
             num_local_blocks=0, pages=self.pages, block_ids=(1,), is_lookup=True, num_started=0,
         )  # fmt: skip
         return self.io.execute(LoadOp(number, 1, owner)).failure
+
+
+class _AnyPage(MemoryStore):
+    """Returns the first page that it has under every name, and checks nothing."""
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        return super().get_into(next(iter(self.values)), buffers, lambda: None)
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)], ids=["without digests", "with digests"])
+def test_another_page_is_found_where_a_store_does_not_call_the_check(key: bytes | None) -> None:
+    user = _StoreUser(_AnyPage(), retry_s=60.0, key=key)
+    assert user.save(0) is None
+    assert user.load(0) is None
+    assert user.load(1) == f"{DAMAGED}block_hash"
 
 
 @pytest.mark.parametrize("saves", [True, False])
