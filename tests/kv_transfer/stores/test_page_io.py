@@ -18,6 +18,7 @@ from kv_transfer.transfer.loader import DAMAGED, Load, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, make_request
 from tests.kv_transfer.memory_store import MemoryStore
+from tests.process_logs import ProcessLogs
 
 
 def test_breaker_opens_tries_again_and_closes() -> None:
@@ -154,6 +155,26 @@ def test_another_page_is_found_where_a_store_does_not_call_the_check(key: bytes 
     assert user.save(0) is None
     assert user.load(0) is None
     assert user.load(1) == f"{DAMAGED}block_hash"
+
+
+class _Faulty(MemoryStore):
+    """Has faults of its own, one for all odd pages and one for the others."""
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        raise KeyError("odd") if key.block_hash[0] % 2 else ValueError("even")
+
+
+def test_a_fault_of_a_store_is_logged_once_with_its_traceback(
+    caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
+) -> None:
+    user = _StoreUser(_Faulty(), retry_s=0.0)
+    with process_logs.expected("KeyError: 'odd'|ValueError: even"):
+        assert {user.save(number) for number in range(20)} == {"store_keyerror", "store_valueerror"}
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"the memory connector has a fault, counted as {reason}; KV is computed"
+        for reason in ("store_keyerror", "store_valueerror")
+    ]
+    assert all(record.exc_info is not None for record in caplog.records)
 
 
 @pytest.mark.parametrize("saves", [True, False])
