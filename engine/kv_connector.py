@@ -13,6 +13,7 @@ can name the blocks that the rest accesses (`KVConnectorOutput.needed`): a store
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -139,13 +140,29 @@ class NullKVConnector(KVConnector):
         del wake
 
 
+_MEMBERS = {"name", *(name for name in vars(KVConnector) if not name.startswith("_"))}
+
+
+class WrongArguments(EngineError):
+    """The class does not take the options that are given for it."""
+
+
 def make_connector(config: KVConnectorConfig, wake: Callable[[], None]) -> KVConnector:
-    """Import `module:Class` and build it with its options."""
+    """Import `module:Class` and build it with its options. Raises EngineError where it cannot be imported, does not
+    take them or makes no connector; what its own code raises is not changed."""
+    path, arguments = config.class_path, {"wake": wake, **config.options}
     try:
-        connector_class = named(config.class_path)
+        connector_class = named(path)
     except (ImportError, AttributeError) as error:
-        raise EngineError(f"kv_connector: cannot import {config.class_path!r}: {error}") from error
-    connector: KVConnector = connector_class(wake=wake, **config.options)
+        raise EngineError(f"kv_connector: cannot import {path!r}: {error}") from error
+    try:
+        inspect.signature(connector_class).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise WrongArguments(f"kv_connector: {path} must take {', '.join(arguments)}: {error}") from error
+    connector: KVConnector = connector_class(**arguments)
+    if missing := sorted(_MEMBERS.difference(dir(connector))):
+        hint = "derive the class from engine.kv_connector:KVConnector, and set its name"
+        raise EngineError(f"kv_connector: {path} has no {', '.join(missing)}; {hint}")
     return connector
 
 

@@ -19,7 +19,15 @@ from typing import Any
 from engine.config import KVConnectorConfig
 from engine.core.messages import KVProgress, KVTotals, LeaseCommand
 from engine.errors import EngineError
-from engine.kv_connector import KVConnector, KVConnectorOutput, KVLoadResult, KVMemory, make_connector, self_test
+from engine.kv_connector import (
+    KVConnector,
+    KVConnectorOutput,
+    KVLoadResult,
+    KVMemory,
+    WrongArguments,
+    make_connector,
+    self_test,
+)
 from engine.kv_layout import PageLayout
 from engine.scheduling.request import Request
 
@@ -202,7 +210,7 @@ def _make(index: int, config: Mapping[str, Any], wake: Callable[[], None]) -> KV
         options["prefix_only"] = True
     try:
         return make_connector(KVConnectorConfig(class_path=class_path, options=options), wake)
-    except TypeError as error:
+    except WrongArguments as error:
         if index:
             raise EngineError(f"{class_path} cannot follow the first connector ({error})") from error
         raise

@@ -126,7 +126,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             if isinstance(value := getattr(self, name), list):
                 msgspec.structs.force_setattr(self, name, tuple(value))
         words: Any = self.bad_word_ids
-        if words and any(isinstance(ids, list) for ids in words):
+        if isinstance(words, tuple) and any(isinstance(ids, list) for ids in words):
             sequences = tuple(tuple(ids) if isinstance(ids, list) else ids for ids in words)
             msgspec.structs.force_setattr(self, "bad_word_ids", sequences)
         for name in ("json_schema", "structural_tag"):

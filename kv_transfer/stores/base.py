@@ -48,12 +48,16 @@ class NotWritable(OSError):
 
 
 class BlockStore(Protocol):
-    """See the module. Raises StoreError or OSError, and what `check` raises."""
+    """See the module. Raises StoreError or OSError where the store cannot be used now, and what `check` raises; any
+    other error is a fault of the connector, with which no instance starts. All buffers are of bytes, the first one is
+    the header, the second one the page."""
 
     name: str
+    """Of the connector, in logs and metrics."""
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
-        """Make the concatenation of `buffers` the value of `key`, visible all at once. The last writer wins."""
+        """Make the concatenation of `buffers` the value of `key`, visible all at once. The last writer wins. They are
+        views of KV memory, which changes once this has returned: keep a copy."""
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
         """Fill `buffers`; False: no such value. A value of another length is a BadValue, raised before a byte is read.

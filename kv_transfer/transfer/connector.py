@@ -262,7 +262,8 @@ class TransferOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             return None
         if not self.kv_secret_file:
             raise EngineError(
-                "kv_secret_file is not set; set it to the file with the pages' key, or set digest to false"
+                "kv_secret_file is not set: make a key with `openssl rand -hex 32`, the same for all instances, and"
+                " give its file by --kv-secret-file or in --kv-options; or set digest to false there"
             )
         return load_secret(self.kv_secret_file)
 

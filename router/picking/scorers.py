@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from engine.errors import suggestion
+from engine.errors import shown, suggestion
 from engine.imports import named
 from protos.tandem.v1 import pools_pb2
 from router.pools.instance_info import InstanceKey, InstanceView
@@ -209,9 +210,20 @@ def _scorer(name: str) -> Scorer:
         raise ValueError(f"{name!r} is no scorer{suggestion(name, SCORERS, known)}")
     try:
         found = named(name)
+        scorer: Scorer = found() if isinstance(found, type) else found
     except (ImportError, AttributeError) as error:
         raise ValueError(f"scorer {name}: {error}") from error
-    scorer: Scorer = found() if isinstance(found, type) else found
+    except Exception as error:  # of its own code: at import, or of its class
+        raise ValueError(f"scorer {name}: {type(error).__name__}: {error}") from error
     if not callable(scorer):
         raise ValueError(f"scorer {name} is not a function of (request, view)")
-    return scorer
+    return partial(_checked, name, scorer)
+
+
+def _checked(name: str, scorer: Scorer, request: RequestFacts, view: InstanceView) -> float:
+    """What a scorer of one's own returns. A number that is not finite would leave no instance to pick."""
+    value = scorer(request, view)
+    with suppress(TypeError):  # it is no number
+        if math.isfinite(value):
+            return float(value)
+    raise TypeError(f"scorer {name} returned {shown(value)}; it must return a finite number")

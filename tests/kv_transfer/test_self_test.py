@@ -141,6 +141,19 @@ class Faulty(MemoryStore):
         raise KeyError("a fault of its own")
 
 
+class WithoutContains(MemoryStore):
+    """Lacks a method that saves alone call."""
+
+    contains = None  # type: ignore[assignment]
+
+
+class Unsure(MemoryStore):
+    """Says that it lacks what it has."""
+
+    def contains(self, key: PageKey, num_bytes: int) -> bool:
+        return False
+
+
 @pytest.mark.parametrize("digest", [True, False])
 def test_other_bytes_end_the_start_with_and_without_digests(tmp_path: Path, digest: bool) -> None:
     ensure_secret(tmp_path / "secret")
@@ -172,13 +185,21 @@ def test_an_engine_core_does_not_start_over_a_store_that_gives_other_bytes(
     assert not files_below(tmp_path / "pages")
 
 
-def test_a_fault_in_the_connector_ends_the_start_plainly() -> None:
-    with pytest.raises(EngineError, match="memory connector: KeyError: 'a fault of its own'"):
-        self_test(Core(Faulty()).connector)
+@pytest.mark.parametrize(
+    ("store", "what"), [(Faulty(), "KeyError: 'a fault of its own'"), (WithoutContains(), "TypeError: 'NoneType'")]
+)
+def test_a_fault_in_the_connector_ends_the_start_plainly(store: MemoryStore, what: str) -> None:
+    with pytest.raises(EngineError, match=f"memory connector: {what}"):
+        self_test(Core(store).connector)
 
 
 @pytest.mark.parametrize(
-    ("store", "what"), [(Forgetful(), "lost a page"), (BrokenStore(), r"cannot be used now \(Input/output error\)")]
+    ("store", "what"),
+    [
+        (Forgetful(), "lost a page"),
+        (Unsure(), "lost a page"),
+        (BrokenStore(), r"cannot be used now \(Input/output error\)"),
+    ],
 )
 def test_an_unavailable_store_is_logged_once(store: MemoryStore, what: str, caplog: pytest.LogCaptureFixture) -> None:
     core = Core(store)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kv_transfer.page.format import Buffer, PageKey
-from kv_transfer.stores.base import BadValue
+from kv_transfer.stores.base import BadValue, StoreError
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
+from kv_transfer.transfer.connector import parse_options
 
 FILE_NAME = "pages.sqlite"
 _BUSY_S = 5.0
@@ -51,6 +51,15 @@ def _retried(change: Callable[[], object]) -> None:
             time.sleep(0.05)
 
 
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """A file that is locked, full or damaged costs a computation; any other error is a fault of this connector."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        raise StoreError("sqlite") from error
+
+
 class SqliteStore:
     """Implements kv_transfer.stores.base.BlockStore; a name is the key's parts joined by slashes."""
 
@@ -63,11 +72,11 @@ class SqliteStore:
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         row = ("/".join(key.parts), b"".join(buffers))
-        with self._lock:
+        with self._lock, _store_errors():
             self._pages.execute("INSERT OR REPLACE INTO pages VALUES (?, ?)", row)
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
-        with self._lock:
+        with self._lock, _store_errors():
             row = self._pages.execute("SELECT value FROM pages WHERE name = ?", ("/".join(key.parts),)).fetchone()
         if row is None:
             return False
@@ -83,13 +92,13 @@ class SqliteStore:
         return True
 
     def contains(self, key: PageKey, num_bytes: int) -> bool:
-        with self._lock:
+        with self._lock, _store_errors():
             query = "SELECT length(value) FROM pages WHERE name = ?"
             row = self._pages.execute(query, ("/".join(key.parts),)).fetchone()
         return row is not None and row[0] == num_bytes
 
     def delete(self, key: PageKey) -> None:
-        with self._lock:
+        with self._lock, _store_errors():
             self._pages.execute("DELETE FROM pages WHERE name = ?", ("/".join(key.parts),))
 
     def close(self) -> None:
@@ -100,5 +109,5 @@ class SqliteConnector(StoreConnector):
     """The whole of it: a store, its options, and what StoreConnector makes of them."""
 
     def __init__(self, *, wake: Callable[[], None], **options: Any) -> None:
-        parsed = msgspec.convert(options, SqliteOptions, strict=False)
+        parsed = parse_options(SqliteOptions, SqliteStore.name, options)
         super().__init__(SqliteStore(Path(parsed.path)), parsed, wake=wake)

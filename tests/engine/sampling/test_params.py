@@ -42,6 +42,14 @@ def test_a_string_or_lists_become_tuples() -> None:
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+def test_a_value_of_another_type_is_rejected_by_its_field(field: str) -> None:
+    wrong: Any = object()
+    with pytest.raises(InvalidRequest) as caught:
+        check(**{field: wrong})
+    assert caught.value.field == field
+
+
 def test_params_travel_between_processes_unchanged() -> None:
     params = SamplingParams(stop=("\ufffd", "\0"), seed=2**64 - 1, temperature=0.7, stop_token_ids=(3,))
     lists = SamplingParams(logit_bias={7: -1.5}, allowed_token_ids=(1,), bad_words=("x",), bad_word_ids=((3,), (4, 5)))

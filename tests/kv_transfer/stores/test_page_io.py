@@ -18,6 +18,7 @@ from kv_transfer.transfer.loader import DAMAGED, Load, LoadOp
 from kv_transfer.transfer.producer import ProducedTransfer, SaveOp
 from tests.kv_transfer.harness import FINGERPRINT, LAYOUT, make_request
 from tests.kv_transfer.memory_store import MemoryStore
+from tests.process_logs import ProcessLogs
 
 
 def test_breaker_opens_tries_again_and_closes() -> None:
@@ -116,10 +117,10 @@ class _FullStore(MemoryStore):
 class _StoreUser:
     """Saves and loads full blocks of one prompt."""
 
-    def __init__(self, store: MemoryStore, *, retry_s: float) -> None:
+    def __init__(self, store: MemoryStore, *, retry_s: float, key: bytes | None = None) -> None:
         self.breaker = CircuitBreaker(max_failures=3, retry_s=retry_s)
         memory = make_page_memory([torch.zeros((2, *LAYOUT.page_shape))])
-        self.io = PageIO(store, memory, None, bytes(16), self.breaker, CircuitBreaker(retry_s=retry_s))
+        self.io = PageIO(store, memory, key, bytes(16), self.breaker, CircuitBreaker(retry_s=retry_s))
         naming, prompt = PageNaming.of(FINGERPRINT, LAYOUT), make_request(range(LAYOUT.block_size * 20))
         hashes = naming.block_hashes(prompt)
         self.pages = [naming.full_block(hashes, prompt.root_hash, number) for number in range(20)]
@@ -139,6 +140,41 @@ class _StoreUser:
             num_local_blocks=0, pages=self.pages, block_ids=(1,), is_lookup=True, num_started=0,
         )  # fmt: skip
         return self.io.execute(LoadOp(number, 1, owner)).failure
+
+
+class _AnyPage(MemoryStore):
+    """Returns the first page that it has under every name, and checks nothing."""
+
+    def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
+        return super().get_into(next(iter(self.values)), buffers, lambda: None)
+
+
+@pytest.mark.parametrize("key", [None, bytes(32)], ids=["without digests", "with digests"])
+def test_another_page_is_found_where_a_store_does_not_call_the_check(key: bytes | None) -> None:
+    user = _StoreUser(_AnyPage(), retry_s=60.0, key=key)
+    assert user.save(0) is None
+    assert user.load(0) is None
+    assert user.load(1) == f"{DAMAGED}block_hash"
+
+
+class _Faulty(MemoryStore):
+    """Has faults of its own, one for all odd pages and one for the others."""
+
+    def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
+        raise KeyError("odd") if key.block_hash[0] % 2 else ValueError("even")
+
+
+def test_a_fault_of_a_store_is_logged_once_with_its_traceback(
+    caplog: pytest.LogCaptureFixture, process_logs: ProcessLogs
+) -> None:
+    user = _StoreUser(_Faulty(), retry_s=0.0)
+    with process_logs.expected("KeyError: 'odd'|ValueError: even"):
+        assert {user.save(number) for number in range(20)} == {"store_keyerror", "store_valueerror"}
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"the memory connector has a fault, counted as {reason}; KV is computed"
+        for reason in ("store_keyerror", "store_valueerror")
+    ]
+    assert all(record.exc_info is not None for record in caplog.records)
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -120,6 +122,13 @@ def doubled(request: RequestFacts, view: InstanceView) -> float:
     return 2.0 * view.load.num_running
 
 
+class WithoutItsFile:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise OSError("the file with its weights is missing")
+
+
 class Offset:
     """A scorer may be a class."""
 
@@ -145,6 +154,26 @@ def test_a_scorer_of_ones_own_is_named_by_its_module() -> None:
     assert scoring.score(NOTHING, view(num_running=3)) == 10
 
 
+RETURNED: dict[str, object] = {}
+
+
+def returning(request: RequestFacts, view: InstanceView) -> object:
+    return RETURNED["value"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "7", [1.0]])
+def test_what_is_no_finite_number_is_an_error_that_names_the_scorer(value: object) -> None:
+    RETURNED["value"] = value
+    scoring = Scoring.parse(f"queue=1,{__name__}:returning=1")
+    with pytest.raises(TypeError, match=f"scorer {__name__}:returning returned .*; it must return a finite number"):
+        scoring.score(NOTHING, view())
+
+
+def test_a_number_of_another_kind_is_a_score() -> None:
+    RETURNED["value"] = Fraction(2)
+    assert Scoring.parse(f"{__name__}:returning=2").score(NOTHING, view()) == 4
+
+
 def test_prompts_are_not_hashed_for_scorers_that_ignore_prefixes() -> None:
     asked: Callable[[InstanceView], int] = lambda view: pytest.fail("must not be used")  # noqa: E731
     facts = RequestFacts(num_tokens=10, num_cached_tokens=asked)
@@ -166,6 +195,8 @@ def test_prompts_are_not_hashed_for_scorers_that_ignore_prefixes() -> None:
         ("no_such_module:Name=1", "No module named 'no_such_module'"),
         (f"{__name__}:missing=1", "missing"),
         ("router.picking.scorers:SCORERS=1", "is not a function of"),
+        (f"{__name__}:WithoutItsFile=1", "OSError: the file with its weights is missing"),
+        ("router.picking.scorers:Term=1", "Term: TypeError: "),
     ],
 )
 def test_a_wrong_scoring_is_refused_with_what_to_write(text: str, hint: str) -> None:

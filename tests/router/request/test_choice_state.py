@@ -14,6 +14,7 @@ from protos.tandem.v1 import common_pb2
 from router.picking.settings import DisaggregationSettings, SloSettings
 from router.request.choice_state import Choice, StreamViolation
 from router.request.generation_request import GenerationRequest, from_wire, to_wire
+from tests.sampling_fields import a_value_of
 
 
 def choice(max_tokens: int = 10, **params: Any) -> Choice:
@@ -234,6 +235,17 @@ def test_sampling_parameters_survive_the_way_to_the_instance() -> None:
     assert not wire.HasField("n")
     wire.n = 3
     assert from_wire(wire, {}) == params
+
+
+NOT_FOR_INSTANCES = {"n", "best_of"}
+"""Fields that the router answers for itself."""
+
+
+@pytest.mark.parametrize("name", sorted(set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - NOT_FOR_INSTANCES))
+def test_no_field_of_the_message_is_lost_on_the_way_to_the_instance(name: str) -> None:
+    """One that `_SCALARS` or `_LISTS` lacks would be ignored without an error."""
+    message = common_pb2.SamplingParams(**{name: a_value_of(name)})
+    assert getattr(to_wire(from_wire(message, {})), name) == getattr(message, name)
 
 
 @pytest.mark.parametrize(

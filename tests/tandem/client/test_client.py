@@ -22,7 +22,7 @@ from tandem import AsyncClient, Client, Completion, Piece, Route, StreamError, T
 from tandem.cli import main
 from tandem.client import registry
 from tandem.client.completion import TokenLogprob
-from tandem.client.request import RequestOptions, generate_request
+from tandem.client.request import RequestOptions, Sampling, generate_request
 from tandem.demo import MODEL_DIR
 from tests.waiting import until
 
@@ -97,6 +97,10 @@ def test_an_option_that_is_none_counts_as_absent(router: tuple[ScriptedRouter, s
         absent: Any = dict.fromkeys(RequestOptions.__annotations__)
         assert client.generate("hi", **absent).text
         assert client.generate("hi", temperature=None, stop=None, n=None, tools=None, timeout_s=None).text
+
+
+def test_every_sampling_parameter_of_the_wire_is_an_option() -> None:
+    assert set(Sampling.__annotations__) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def test_two_constraints_exclude_each_other(router: tuple[ScriptedRouter, str]) -> None:

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.sampling.constraints import CONSTRAINTS as CONSTRAINT_FIELDS
 from protos.tandem.v1 import common_pb2
 from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
 from serving.errors import InvalidArgument
+from tests.sampling_fields import a_value_of
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
@@ -53,6 +55,19 @@ def test_any_object_is_accepted_or_rejected(kind: type[RequestBody], body: dict[
 def test_any_bytes_are_accepted_or_rejected(kind: type[RequestBody], at: int, data: bytes) -> None:
     body = json.dumps(GOOD[kind] | {"temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1.5}, "n": 2}).encode()
     is_accepted(kind, body[:at] + data + body[at + len(data) :])
+
+
+OF_GRPC_ALONE = {"bad_word_ids", "prompt_logprobs", *CONSTRAINT_FIELDS}
+"""Fields that a completion has under another name, or not at all."""
+LISTS = {"stop": ["x"], "stop_token_ids": [1], "bad_words": ["x"], "logit_bias": {"1": 1.0}, "allowed_token_ids": [1]}
+
+
+@pytest.mark.parametrize("name", sorted(set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - OF_GRPC_ALONE))
+def test_every_sampling_parameter_of_the_wire_can_be_given(name: str) -> None:
+    body = {"prompt": "x", name: LISTS.get(name) or a_value_of(name)}
+    [request] = CompletionBody.parse(json.dumps(body).encode()).requests("label")
+    expected = common_pb2.SamplingParams(**{name: a_value_of(name)})
+    assert getattr(request.sampling, name) == getattr(expected, name)
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
