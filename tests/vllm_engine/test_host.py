@@ -59,7 +59,7 @@ class _Vllm:
             raise InvalidRequest("regex", "is none")
         if number:
             self.compiled.append(constraint.source)
-        return SimpleNamespace(compiled=SimpleNamespace(memory_size_bytes=1))
+        return SimpleNamespace(num_bytes=1)
 
     async def collective_rpc(self, method: str, args: tuple[bytes]) -> list[Any]:
         assert method == "tandem_compile"
