@@ -114,7 +114,8 @@ class StoreConnector(TransferConnector):
         if has_cancelled:
             self._end_cancelled(now)
         for key in self._producer.take_deletes():
-            self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
+            if not self._hangs(now):  # else they would pile up behind the threads: the rest expires
+                self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         output = self._output()
         if has_cancelled:
             output.needed = self._needed()
@@ -139,13 +140,11 @@ class StoreConnector(TransferConnector):
     # Inside
 
     def _submit(self, op: SaveOp | LoadOp) -> None:
-        """Threads that hang in a store do not report it: operations that would only queue behind them fail here. One
-        thread that does not hang tries the store again."""
+        """Operations that would only queue behind threads that hang fail here. One thread that does not hang tries the
+        store again."""
         now = self._clock()
         self._in_flight.setdefault(op.owner, {})[op.block_index] = op.block_id
-        oldest = next(iter(self._submitted.values()), now)
-        is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
-        if is_any_open and self._threads.are_busy and now - max(oldest, self._ended_at) > self._options.breaker_retry_s:
+        if self._hangs(now):
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now
@@ -154,6 +153,13 @@ class StoreConnector(TransferConnector):
         self._queued[id(op)] = op
         # A prompt waits for what is looked up; what is saved may be hundreds of pages of a slow store.
         self._threads.submit(lambda: self._run(op), is_urgent=isinstance(op, LoadOp))
+
+    def _hangs(self, now: float) -> bool:
+        """Whether all threads hang in the store, which does not report it."""
+        oldest = next(iter(self._submitted.values()), now)
+        is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
+        is_silent = now - max(oldest, self._ended_at) > self._options.breaker_retry_s
+        return is_any_open and self._threads.are_busy and is_silent
 
     def _run(self, op: SaveOp | LoadOp) -> None:
         """On an I/O thread."""
