@@ -114,7 +114,7 @@ class StoreConnector(TransferConnector):
         if has_cancelled:
             self._end_cancelled(now)
         for key in self._producer.take_deletes():
-            if not self._hangs(now):  # else they would pile up behind the threads: the rest expires
+            if not self._hangs:  # else they would pile up behind the threads: the rest expires
                 self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         output = self._output()
         if has_cancelled:
@@ -144,7 +144,7 @@ class StoreConnector(TransferConnector):
         store again."""
         now = self._clock()
         self._in_flight.setdefault(op.owner, {})[op.block_index] = op.block_id
-        if self._hangs(now):
+        if self._hangs:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now
@@ -154,12 +154,11 @@ class StoreConnector(TransferConnector):
         # A prompt waits for what is looked up; what is saved may be hundreds of pages of a slow store.
         self._threads.submit(lambda: self._run(op), is_urgent=isinstance(op, LoadOp))
 
-    def _hangs(self, now: float) -> bool:
-        """Whether all threads hang in the store, which does not report it."""
-        oldest = next(iter(self._submitted.values()), now)
+    @property
+    def _hangs(self) -> bool:
+        """Whether all threads hang in the store, which does not report it: in pages, or in what they remove."""
         is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
-        is_silent = now - max(oldest, self._ended_at) > self._options.breaker_retry_s
-        return is_any_open and self._threads.are_busy and is_silent
+        return is_any_open and self._threads.are_busy_for(self._options.breaker_retry_s)
 
     def _run(self, op: SaveOp | LoadOp) -> None:
         """On an I/O thread."""
