@@ -8,6 +8,7 @@ emits a token that was not sampled.
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from pathlib import Path
 
 from engine.core.messages import ErrorKind
@@ -40,14 +41,16 @@ class FailedRequests:
         self._num_read = 0
         self._failures: dict[str, _Failure] = {}
 
-    def take(self, request_id: str) -> _Failure | None:
-        """The error of this request, if it has failed."""
+    def take(self, request_id: str, running: Container[str] | None = None) -> _Failure | None:
+        """The error of this request, if it has failed. Failures of others are kept where they are `running`: a worker
+        may write that of a request, once more for another step, when the request has ended and is forgotten."""
         if os.fstat(self._fd).st_size > self._num_read:
             text = os.pread(self._fd, os.fstat(self._fd).st_size - self._num_read, self._num_read)
             self._num_read += len(text)
             for failed_id, is_finite in (line.split() for line in text.decode().splitlines()):
                 cause = _NOTHING_ALLOWED if is_finite == "1" else _NOT_FINITE
-                self._failures.setdefault(failed_id, cause)  # later ones are of tokens after it
+                if running is None or failed_id in running:
+                    self._failures.setdefault(failed_id, cause)  # later ones are of tokens after it
         return self._failures.get(request_id)
 
     def forget(self, request_id: str) -> None:

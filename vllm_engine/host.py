@@ -262,7 +262,7 @@ class Host:
         self._interrupt()
         async with aclosing(outputs):
             async for output in outputs:
-                if failure := self._failed.take(request.request_id):
+                if failure := self._failed.take(request.request_id, self._running):
                     return self._fail(request, *failure)
                 if running.load is not None:
                     await running.load.ended.wait()

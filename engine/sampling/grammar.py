@@ -38,6 +38,8 @@ _MAX_THREADS = 2
 _NICENESS = 10
 """Of the compiling threads, above that of the process: nine tenths of a shared core are left to the steps."""
 MAX_CACHE_BYTES = 64 * 2**20
+_ENTRY_BYTES = 4096
+"""Of a cached grammar, besides what xgrammar counts."""
 _MAX_PART_BYTES = 48 * 2**20
 """Of xgrammar's cache for a vocabulary: a third for parts that grammars share, such as strings of a length."""
 _MAX_FAILED_BYTES = 2**20
@@ -102,6 +104,8 @@ class Grammar:
     """Tokens that are no text to it: they can only end the output."""
     whitespace: WhitespaceLimit | None = None
     """None: it is no JSON, or xgrammar counts its white space."""
+    num_bytes: int = 0
+    """Of the cache. To ask xgrammar takes the longer the larger it is, so a compiling thread does, once."""
 
 
 CompiledGrammar = Future[Grammar]
@@ -119,7 +123,9 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(num_threads, "grammar", _prepare_thread, (self._library,))
         self._cache: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
         self._pending: dict[Constraint, CompiledGrammar] = {}
-        """Those whose compilation `keep` has not yet seen end."""
+        """Those whose end `_settle` has not seen yet."""
+        self._num_bytes = 0
+        """Of all others in the cache."""
 
     def compiled(self, constraint: Constraint) -> CompiledGrammar:
         """The grammar of `constraint`, at once if it is cached. Its exception is InvalidRequest or CapacityError."""
@@ -146,23 +152,30 @@ class GrammarCompiler:
 
     def keep(self, wanted: Container[object]) -> None:
         """Cancel the compilations that have not begun and are not `wanted`."""
-        for constraint, grammar in list(self._pending.items()):
-            if grammar.done() or (grammar not in wanted and grammar.cancel()):
-                del self._pending[constraint]
-                if grammar.cancelled():
-                    del self._cache[constraint]
+        for grammar in self._pending.values():
+            if grammar not in wanted:
+                grammar.cancel()
+        self._settle()
 
     def shutdown(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _drop_oldest(self) -> None:
-        """Keep the most recently used grammars that fit, and those that are being compiled."""
-        num_bytes = 0
-        for constraint, grammar in reversed(list(self._cache.items())):
-            if grammar.done():
-                num_bytes += 0 if grammar.exception() else grammar.result().compiled.memory_size_bytes
-                if grammar.exception() or num_bytes > MAX_CACHE_BYTES:
-                    del self._cache[constraint]
+        """Keep the most recently used grammars that fit, and those that are being compiled. What it costs does not grow
+        with the cache: streams wait meanwhile."""
+        self._settle()
+        while self._num_bytes > MAX_CACHE_BYTES:
+            oldest = next(constraint for constraint in self._cache if constraint not in self._pending)
+            self._num_bytes -= self._cache.pop(oldest).result().num_bytes
+
+    def _settle(self) -> None:
+        """Count what has been compiled; forget what has failed or was cancelled."""
+        for constraint, grammar in [(one, grammar) for one, grammar in self._pending.items() if grammar.done()]:
+            del self._pending[constraint]
+            if grammar.cancelled() or grammar.exception() is not None:
+                del self._cache[constraint]
+            else:
+                self._num_bytes += grammar.result().num_bytes
 
 
 def _prepare_thread(library: _Library) -> None:
@@ -216,7 +229,8 @@ class _Library:
             if _is_passing(error):
                 raise _lacking(error) from None
             raise InvalidRequest(kind, _reason(error)) from None
-        return Grammar(compiled, textless_ids, whitespace if limits_whitespace else None)
+        num_bytes = compiled.memory_size_bytes + _ENTRY_BYTES
+        return Grammar(compiled, textless_ids, whitespace if limits_whitespace else None, num_bytes)
 
     def _forget_failed(self, num_bytes: int) -> None:
         self._num_failed_bytes += num_bytes

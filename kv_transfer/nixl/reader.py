@@ -44,12 +44,14 @@ from kv_transfer.nixl.agent import Handle, NixlAgent, NixlDisconnected, NixlErro
 from kv_transfer.nixl.transfers import TAG_BYTES, TransferMetadata
 from kv_transfer.transfer.connector import GIVEN_UP, SKIPPED, start_thread
 from kv_transfer.transfer.loader import Load, LoadOp
+from serving.logging import Repeats
 
 LEASE_ENDED = "lease_ended"
 _READS_PER_PEER = 2
 """Whose pages move at once: while one is verified the next one moves, and no tag waits long behind pages."""
 _NUM_TAGS = 1024
 _MAX_PEERS = 256
+_FOREVER_S = 1e9
 _REBUILD_WAIT_S, _END_WAIT_S = 5.0, 1.0
 """For reads in flight to end by themselves before the agent is destroyed."""
 _log = logging.getLogger(__name__)
@@ -200,7 +202,8 @@ class PageReader:
         self._peers: Peers
         self._page_list: Handle
         self._tag_list: Handle
-        self._logged_peers = {own_name}
+        self._logged_peers = Repeats(_FOREVER_S)  # bounded: each process that has ever been read from is another peer
+        self._logged_peers.is_repeat(own_name)
         self._connect()  # here, so that a problem is found at the start, and the first read need not wait
         self._thread = start_thread(self._run, "kv-nixl-reader")
 
@@ -334,8 +337,7 @@ class PageReader:
         self._free_tag_slots.append(active.tag_slot)
         active.peer.num_reads -= 1
         active.peer.num_moving -= active.stage == "pages"
-        if failure is None and active.peer.name not in self._logged_peers:
-            self._logged_peers.add(active.peer.name)
+        if failure is None and not self._logged_peers.is_repeat(active.peer.name):
             _log.info("pages of %s come over UCX %s", active.peer.name, self._agent.transport)
         self._peers.remove_if_broken(active.peer)
         self._on_end(active.read, failure, time.monotonic() - active.started)

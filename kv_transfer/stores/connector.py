@@ -114,7 +114,8 @@ class StoreConnector(TransferConnector):
         if has_cancelled:
             self._end_cancelled(now)
         for key in self._producer.take_deletes():
-            self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
+            if not self._hangs:  # else they would pile up behind the threads: the rest expires
+                self._threads.submit(lambda key=key: self._io.delete(key))  # type: ignore[misc]
         output = self._output()
         if has_cancelled:
             output.needed = self._needed()
@@ -139,13 +140,11 @@ class StoreConnector(TransferConnector):
     # Inside
 
     def _submit(self, op: SaveOp | LoadOp) -> None:
-        """Threads that hang in a store do not report it: operations that would only queue behind them fail here. One
-        thread that does not hang tries the store again."""
+        """Operations that would only queue behind threads that hang fail here. One thread that does not hang tries the
+        store again."""
         now = self._clock()
         self._in_flight.setdefault(op.owner, {})[op.block_index] = op.block_id
-        oldest = next(iter(self._submitted.values()), now)
-        is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
-        if is_any_open and self._threads.are_busy and now - max(oldest, self._ended_at) > self._options.breaker_retry_s:
+        if self._hangs:
             self._end_op(OpResult(op, STORE_DOWN))
             return
         self._submitted[id(op)] = now
@@ -154,6 +153,12 @@ class StoreConnector(TransferConnector):
         self._queued[id(op)] = op
         # A prompt waits for what is looked up; what is saved may be hundreds of pages of a slow store.
         self._threads.submit(lambda: self._run(op), is_urgent=isinstance(op, LoadOp))
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether all threads hang in the store, which does not report it: in pages, or in what they remove."""
+        is_any_open = self._io.save_breaker.is_open or self._io.load_breaker.is_open
+        return is_any_open and self._threads.are_busy_for(self._options.breaker_retry_s)
 
     def _run(self, op: SaveOp | LoadOp) -> None:
         """On an I/O thread."""

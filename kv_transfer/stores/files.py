@@ -12,13 +12,13 @@ One thread per instance, neither the step loop's nor an I/O thread, keeps the fo
     start ─▶ scan ─▶ wait (written past the capacity | disk full | scan_interval_s) ─▶ scan ─▶ …
                └─ still above the capacity, disk was full, or failed ─▶ pause ─▶ wait
 
-A scan visits every file. It removes unfinished writes, what a dead instance left of its transfers, and, above the
-capacity, full blocks in the order of their last use. Where a write finds the disk or a quota full, a tenth of
-the folder's bytes goes in the same order. Instances that share a folder do not communicate: each estimates the size as
-that of its last scan plus its own writes since, so what the others write within one interval can exceed the capacity.
-They remove the same oldest files, and a file that is already gone is no error. Ages are measured by the file system's
-own clock (a probe file's mtime), because instances' clocks differ. Pages of the future, which a clock that was set back
-leaves, count as the oldest.
+A scan visits every file. It removes unfinished writes, what a dead instance left of its transfers, folders that stay
+empty, as those of an earlier model, and, above the capacity, full blocks in the order of their last use. Where a write
+finds the disk or a quota full, a tenth of the folder's bytes goes in the same order. Instances that share a folder do
+not communicate: each estimates the size as that of its last scan plus its own writes since, so what the others write
+within one interval can exceed the capacity. They remove the same oldest files, and a file that is already gone is no
+error. Ages are measured by the file system's own clock (a probe file's mtime), because instances' clocks differ. Pages
+of the future, which a clock that was set back leaves, count as the oldest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ _PAUSE_S = 1.0
 _DEPTH = 3
 """Of the deepest folder with pages below v1. The walk is recursive: a deeper chain could exceed the limit of Python."""
 _log = logging.getLogger(__name__)
-
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO in a page's place would block.
@@ -280,6 +279,7 @@ class _File:
     name: str
     is_temp: bool
     is_tail: bool
+    is_folder: bool = False  # an empty one, which a writer makes again
 
 
 class Sweeper:
@@ -414,6 +414,8 @@ class Sweeper:
         root = self._path / "v1"
         for folder, subfolders, names, descriptor in os.fwalk(root, follow_symlinks=False):
             folders = Path(folder).relative_to(self._path).parts
+            if len(folders) >= _DEPTH and not (subfolders or names):
+                yield _File(os.fstat(descriptor).st_mtime_ns, 0, folders[:-1], folders[-1], True, False, is_folder=True)
             if len(folders) > _DEPTH:
                 subfolders.clear()
             is_tail = folders[-2:-1] == ("transfers",)
@@ -435,7 +437,7 @@ class Sweeper:
                     return True
                 if os.stat(file.name, dir_fd=folder, follow_symlinks=False).st_mtime_ns != file.used_ns:
                     return False
-                os.unlink(file.name, dir_fd=folder)
+                (os.rmdir if file.is_folder else os.unlink)(file.name, dir_fd=folder)
         except FileNotFoundError:
             return True
         except OSError:
@@ -472,7 +474,7 @@ class SharedStorageOptions(StoreOptions, frozen=True, kw_only=True, forbid_unkno
     scan_interval_s: float = 60.0
     """How often the folder is scanned for pages and leftovers of other instances, seconds."""
     temp_max_age_s: float = 3600.0
-    """Age at which an unfinished write is removed, seconds."""
+    """Age at which an unfinished write is removed, or a folder that stays empty, seconds."""
     tail_max_age_s: float = 3600.0
     """Age at which a transfer's own page is removed if its owner has not done it, seconds; longer than any lease."""
 

@@ -146,17 +146,19 @@ class IOThreads:
     """Threads that run jobs, urgent ones first, else in order: the step loop never waits for a disk or a network. A job
     must not raise."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
-        self._busy: set[int] = set()
+        self._busy_since: dict[int, float] = {}
+        """When each thread has begun the job that it runs, by the thread's id."""
         self.is_ending = False
         self._threads = [start_thread(self._run, f"{name}-{index}") for index in range(num_threads)]
 
-    @property
-    def are_busy(self) -> bool:
-        """Every thread runs a job."""
-        return len(self._busy) == len(self._threads)
+    def are_busy_for(self, seconds: float) -> bool:
+        """Every thread has been in one job for longer than this."""
+        since = list(self._busy_since.values())
+        return len(since) == len(self._threads) and self._clock() - max(since) > seconds
 
     def submit(self, job: Job, *, is_urgent: bool = False) -> None:
         self._jobs.put((0 if is_urgent else 1, next(self._numbers), job))
@@ -173,9 +175,9 @@ class IOThreads:
 
     def _run(self) -> None:
         while (job := self._jobs.get()[2]) is not None:
-            self._busy.add(threading.get_ident())
+            self._busy_since[threading.get_ident()] = self._clock()
             job()
-            self._busy.discard(threading.get_ident())
+            del self._busy_since[threading.get_ident()]
 
 
 SKIPPED = "skipped"
@@ -296,7 +298,7 @@ class TransferConnector(KVConnector):
             max_lease_s=options.max_lease_s, tombstone_s=options.tombstone_s, max_tombstones=options.max_tombstones
         )
         self._held: dict[str, int] = {}  # request_id → how many of producer and loader still need its blocks
-        self._threads = IOThreads(options.num_io_threads, f"kv-{name}")
+        self._threads = IOThreads(options.num_io_threads, f"kv-{name}", clock)
         self._calls: list[Callable[[float], None]] = []
         self._calls_lock = threading.Lock()
         self._producer: Producer

@@ -199,7 +199,7 @@ class TenantShares:
         if in_use.exceeded_limit(charge, limits) is None or in_use.num_prefill_tokens >= limits.num_prefill_tokens:
             return []  # it fits, or what runs is not in its way
         part = self._part_with(tenant, charge, limits)
-        parts = [(one.part(limits), one) for name, one in self._holdings.items() if name != tenant]
+        parts = [(one.part(limits), one) for name, one in self._holdings.items() if one.streams and name != tenant]
         largest = [(-its, index) for index, (its, _) in enumerate(parts) if its > part]
         heapq.heapify(largest)
         left, yielding, reduced = replace(in_use), list[Entry[Ticket]](), dict[int, _Reducible]()

@@ -103,9 +103,11 @@ class OutlierDetection:
         if self._may_eject(key, pool):
             self._eject(key, record, now_s)
 
-    def crashed(self, key: InstanceKey) -> None:
+    def crashed(self, key: InstanceKey, pool: Sequence[InstanceView]) -> None:
         """Its server has reported that its engine is gone, and will soon be gone itself."""
-        self._records.setdefault(key, _Record()).until_s = self._clock() + self._settings.ejection_s
+        now_s = self._clock()
+        self._forget(pool, now_s)
+        self._records.setdefault(key, _Record()).until_s = now_s + self._settings.ejection_s
 
     def marked(self, views: tuple[InstanceView, ...]) -> tuple[InstanceView, ...]:
         """The views with the ejected ones marked as out, so that the picker ignores and explains them."""
@@ -262,7 +264,7 @@ class Guard:
         role = failure.role
         pool, outliers = self.safeguards.of_role(role)
         if failure.death == "crashed":
-            outliers.crashed(failure.key)
+            outliers.crashed(failure.key, pool.views())
         else:
             outliers.failed(failure.key, pool.views())
         if failure.kind == "internal":

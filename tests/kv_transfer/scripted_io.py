@@ -95,6 +95,10 @@ class _NoThreads(IOThreads):
     def __init__(self) -> None:
         super().__init__(0, "none")
 
+    def are_busy_for(self, seconds: float) -> bool:
+        """As those that hang."""
+        return seconds >= 0
+
     def submit(self, job: Job, *, is_urgent: bool = False) -> None:
         job()
 

@@ -45,3 +45,11 @@ def test_a_request_that_has_ended_is_forgotten(tmp_path: Path) -> None:
     assert failed.take("a")
     failed.forget("a")
     assert not failed.take("a")
+
+
+def test_failures_of_others_are_kept_while_they_run(tmp_path: Path) -> None:
+    failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
+    for request_id in ("a", "ended", "b"):
+        log.add(request_id, is_finite=True)
+    assert failed.take("a", {"a", "b"})
+    assert failed._failures.keys() == {"a", "b"}

@@ -59,7 +59,7 @@ class _Vllm:
             raise InvalidRequest("regex", "is none")
         if number:
             self.compiled.append(constraint.source)
-        return SimpleNamespace(compiled=SimpleNamespace(memory_size_bytes=1))
+        return SimpleNamespace(num_bytes=1)
 
     async def collective_rpc(self, method: str, args: tuple[bytes]) -> list[Any]:
         assert method == "tandem_compile"
@@ -158,6 +158,28 @@ async def test_a_constraint_without_a_grammar_ends_its_request(make_rig: Any) ->
     [event] = rig.events
     assert (event.request_id, event.error_kind, event.error) == ("fails", "invalid_constraint", "regex: is none")
     assert "fails" not in rig.vllm.received
+
+
+async def test_failures_of_requests_that_have_ended_are_not_kept(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM computes a request that has failed once more, before it knows that it has ended."""
+    rig, failures = make_rig(), sys.modules["vllm_engine.failures"]
+    failed, log = failures.FailedRequests(tmp_path), failures.FailureLog(tmp_path)
+
+    async def generate(_: object, request: EngineRequest, request_id: str, **more: Any) -> AsyncIterator[object]:
+        log.add(request_id, is_finite=True)
+        yield "a token"
+
+    monkeypatch.setattr(rig.host, "_failed", failed)
+    monkeypatch.setattr(rig.vllm, "generate", generate)
+    for number in range(3):
+        rig.host._add(EngineRequest(request_id=f"r{number}", prompt_token_ids=[1], params=SamplingParams()))
+        await until(lambda: not rig.host._running)
+        log.add(f"r{number}", is_finite=True)
+    await until(lambda: len(rig.events) == 3)
+    assert {event.error_kind for event in rig.events} == {"nothing_allowed"}
+    assert not failed._failures
 
 
 async def test_what_a_worker_lacks_for_a_moment_ends_one_request(

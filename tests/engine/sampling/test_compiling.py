@@ -219,6 +219,32 @@ def test_equal_constraints_are_compiled_once_and_the_cache_is_bounded(
     assert woken
 
 
+def test_a_new_constraint_costs_the_same_however_many_are_cached(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """xgrammar walks a whole grammar to say how large it is, and the step loop waits."""
+    compiler, num_asked, sizes = GrammarCompiler(checkpoint, 480, wake=lambda: None), 0, list[int]()
+
+    class Compiled:
+        @property
+        def memory_size_bytes(self) -> int:
+            nonlocal num_asked
+            num_asked += 1
+            return 1000
+
+    made = SimpleNamespace(compile_regex=lambda _: Compiled())
+    monkeypatch.setattr(compiler._library, "compilers", lambda: {False: (made, frozenset(), None)})
+    monkeypatch.setattr(grammar, "MAX_CACHE_BYTES", 10 * (1000 + grammar._ENTRY_BYTES))
+    for number in range(100):
+        compiler.compiled(Constraint("regex", f"b{number}")).result()
+        compiler.keep(())
+        sizes.append(len(compiler._cache))
+    assert num_asked == 100, "once for each"
+    assert max(sizes) == 11, "those that fit, and the newest"
+    assert [one.source for one in compiler._cache][-1] == "b99"
+    compiler.shutdown()
+
+
 def test_constraints_that_cannot_be_compiled_fill_no_memory(checkpoint: Path) -> None:
     """Row 58: xgrammar keeps their sources, and its size does not count them."""
     library = _Library(checkpoint, 480)

@@ -159,6 +159,19 @@ def test_a_stuck_read_leaves_the_rest_of_its_load_unread(reading: Reading) -> No
     assert reading.agent.begun.count("peer") == 1
 
 
+def test_the_transport_to_each_peer_is_logged_once_and_long_gone_ones_take_no_memory(
+    reading: Reading, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading.agent.answering, num_peers = "peer-0", 1200
+    with caplog.at_level("INFO"):
+        for number in (*range(num_peers), num_peers - 1):
+            reading.submit(f"peer-{number}")
+        wait_until(lambda: len(reading.ended) == num_peers + 1)
+    logged = [record.getMessage() for record in caplog.records if "come over" in record.msg]
+    assert logged == [f"pages of peer-{number} come over UCX (none)" for number in range(num_peers)]
+    assert len(reading.reader._logged_peers._seen_at_s) <= 1000
+
+
 def test_process_ends_where_the_reads_of_an_agent_cannot_be_ended(
     reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:

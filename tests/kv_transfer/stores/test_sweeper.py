@@ -238,6 +238,23 @@ def test_orphans_are_removed_and_what_is_in_use_stays(tmp_path: Path) -> None:
     assert path_of(store, key_of(1)).exists()
 
 
+def test_folders_that_stay_empty_are_removed(tmp_path: Path) -> None:
+    """Each model that was ever served leaves hundreds, through which every scan walks."""
+    store = silent(open_store(tmp_path, temp_max_age_s=100.0))
+    for number in (1, 2, 3):
+        store.put(key_of(number), (HEADER, PAGE))
+    emptied, just_emptied, used = (path_of(store, key_of(number)).parent for number in (1, 2, 3))
+    assert len({emptied, just_emptied, used}) == 3
+    for number in (1, 2):
+        path_of(store, key_of(number)).unlink()
+    age(emptied, 200)
+    age(used, 200)
+    store.sweeper.sweep()
+    assert [folder.exists() for folder in (emptied, just_emptied, used)] == [False, True, True]
+    store.put(key_of(1), (HEADER, PAGE))
+    assert path_of(store, key_of(1)).exists()
+
+
 def test_start_sweeps_what_a_dead_instance_left(tmp_path: Path) -> None:
     first = open_store(tmp_path)
     first.put(key_of(1, transfer="dead"), (HEADER, PAGE))

@@ -261,6 +261,69 @@ def test_saves_into_a_store_that_hangs_end_in_time_and_later_ones_at_once(prefix
     prefill.wait(lambda: len(store.values) >= NUM_FULL)
 
 
+class _StuckInRemovals(GatedStore):
+    put = MemoryStore.put
+
+    def delete(self, key: PageKey) -> None:
+        self.num_entered += 1
+        assert self.gate.wait(60.0)
+        super().delete(key)
+
+
+def test_a_store_that_hangs_in_removals_holds_up_no_later_transfer() -> None:
+    store, now = _StuckInRemovals(), [1000.0]
+    prefill = Core(store, clock=lambda: now[0], load_timeout_s=10.0, breaker_failures=1)
+    for name in ("a", "b"):
+        prefill.prefill(writer_of(request_id=name, transfer_id=name))
+        prefill.release(name)
+    prefill.wait(lambda: store.num_entered == 2)  # both I/O threads are inside
+    reasons = []
+    for name in ("late", "later"):
+        request = writer_of(request_id=name, transfer_id=name)
+        prefill.allocate(request)
+        prefill.progress(request, len(PROMPT))
+        prefill.finish(request, "hand_over")
+        prefill.connector.handle(LeaseCommand(name, "attach", 60.0))
+        now[0] += 10.0 if name == "late" else 0.0
+        prefill.step()
+        prefill.step()
+        reasons += [event.reason for event in prefill.events if event.transfer_id == name and event.ended]
+        now[0] += 100.0
+    assert reasons == ["the store did not take KV within 10 s", "store_down"]
+    store.gate.set()
+    prefill.wait(lambda: not any(key.scope for key in store.values))
+
+
+def test_removals_do_not_pile_up_behind_a_store_that_hangs() -> None:
+    """It may hang for days, and each prompt has a tail, which its transfer's end removes."""
+    store, now = GatedStore(), [1000.0]
+    prefill = Core(store, num_blocks=512, clock=lambda: now[0], load_timeout_s=10.0, breaker_failures=1)
+
+    def hand_over(name: str) -> None:
+        request = writer_of(request_id=name, transfer_id=name)
+        prefill.allocate(request)
+        prefill.progress(request, len(PROMPT))
+        prefill.finish(request, "hand_over")
+
+    hand_over("begun")
+    prefill.connector.handle(LeaseCommand("begun", "attach", 60.0))
+    prefill.wait(lambda: store.num_entered == 2)  # both I/O threads are inside
+    now[0] += 10.0
+    prefill.step()
+    jobs = prefill.connector._threads._jobs
+    num_before = jobs.qsize()
+    later = [f"later-{number}" for number in range(20)]
+    for name in later:
+        hand_over(name)
+        prefill.step()
+    assert [event.transfer_id for event in prefill.events if event.ended] == ["begun", *later]
+    assert jobs.qsize() == num_before
+    # STEP the store answers
+    store.gate.set()
+    prefill.wait(lambda: prefill.freed[-1] == "begun")
+    prefill.wait(lambda: not jobs.qsize() and not any(key.scope for key in store.values))
+
+
 @pytest.mark.parametrize("prefix_only", [False, True])
 def test_saves_that_wait_at_a_shutdown_are_not_begun(prefix_only: bool) -> None:
     store, request = GatedStore(), writer_of()

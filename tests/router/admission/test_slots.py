@@ -23,10 +23,11 @@ class House:
 
     weights: dict[str, float] = field(default_factory=dict)
     in_use: Usage = field(default_factory=Usage)
+    max_tenants: int = 2
 
     def __post_init__(self) -> None:
         tenants = {name: TenantSettings(weight=weight) for name, weight in self.weights.items()}
-        self.shares = TenantShares(AdmissionSettings(tenants=tenants, yield_after_s=1.0, max_tenants=2))
+        self.shares = TenantShares(AdmissionSettings(tenants=tenants, yield_after_s=1.0, max_tenants=self.max_tenants))
 
     def start(
         self,
@@ -196,3 +197,22 @@ def test_the_work_grows_with_the_tenants_and_not_with_their_square(monkeypatch: 
     num_parts = 0
     assert house.yielding("modest", limits=Limits(num_sequences=2 * num_tenants + 1)) == []
     assert not num_parts, "it fits"
+
+
+def test_idle_tenants_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last ends are known, and none of them has a stream to give."""
+    house, num_parts, part_of = House(max_tenants=300), 0, Usage.part_of
+    house.start("busy", 8)
+    for number in range(300):
+        entry = Entry(Ticket(SLOT, 10, prefilled=True), f"idle-{number}", 20, 0)
+        house.shares.add(entry)
+        house.shares.remove(entry, ended_s=NOW_S)
+
+    def counted(usage: Usage, limits: Limits) -> float:
+        nonlocal num_parts
+        num_parts += 1
+        return part_of(usage, limits)
+
+    monkeypatch.setattr(Usage, "part_of", counted)
+    assert house.yielding("modest") == ["busy"]
+    assert num_parts < 10

@@ -196,10 +196,19 @@ def test_another_process_at_the_address_begins_anew() -> None:
     assert scenario.out() == []
 
 
+def test_crashes_of_processes_that_are_gone_are_forgotten() -> None:
+    """Each restart of a pod is another process."""
+    scenario = Scenario(2)
+    for number in range(100):
+        scenario.clock.now_s += 60.0
+        scenario.detection.crashed(InstanceKey("d0", f"epoch {number}"), scenario.pool)
+    assert len(scenario.detection._records) == 1
+
+
 def test_an_instance_whose_engine_has_crashed_is_out_at_once_even_if_it_is_the_last() -> None:
     scenario = Scenario(2)
     for one in scenario.pool:
-        scenario.detection.crashed(one.key)
+        scenario.detection.crashed(one.key, scenario.pool)
     assert scenario.out() == [0, 1]
 
 
