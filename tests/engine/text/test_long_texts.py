@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
+from engine.errors import InvalidRequest
+from engine.text.token_bytes import NORMALIZED_CHARS
 from engine.text.tokenizer import Tokenizer, longest_of
 from tests.tokenizer_builders import CHATML, byte_level_backend
 
@@ -44,3 +47,37 @@ def test_a_thousand_special_tokens_cost_a_chat_hardly_more_than_a_few(value: Any
 def test_the_longest_of_several_words_is_found_at_each_place(words: set[str], text: str) -> None:
     one_after_the_other = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
     assert re.findall(longest_of(sorted(words)), text) == re.findall(one_after_the_other, text)
+
+
+def normalizing() -> Tokenizer:
+    """As Qwen's."""
+    backend = byte_level_backend()
+    backend.normalizer = normalizers.NFC()
+    return Tokenizer(backend.to_str(), {})
+
+
+def test_a_text_that_cannot_fit_is_normalized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, lengths = normalizing(), list[int]()
+    table = tokenizer.token_bytes
+    assert table is not None
+    table.min_tokens("")  # which reads the vocabulary
+    normalize = table._backend.normalizer.normalize_str
+
+    def recorded(text: str) -> str:
+        lengths.append(len(text))
+        return str(normalize(text))
+
+    monkeypatch.setattr(table, "_backend", SimpleNamespace(normalizer=SimpleNamespace(normalize_str=recorded)))
+    with pytest.raises(InvalidRequest, match="limit 4096"):
+        tokenizer.encode("漢" * 100_000, max_tokens=4096)
+    assert sum(lengths) == 100_000
+    assert max(lengths) == NORMALIZED_CHARS
+
+
+@pytest.mark.parametrize("unit", ["e\u0301", "\u1100\u1161\u11a8", "\u03b1\u0345\u0301\u0313", "\u0344", "漢"])
+def test_a_letter_that_is_cut_between_two_parts_does_not_count_twice(unit: str) -> None:
+    tokenizer = normalizing()
+    for num_before in range(len(unit)):
+        text = "x" * num_before + unit * (2 * NORMALIZED_CHARS // len(unit))
+        ids = tokenizer.encode(text)
+        assert tokenizer.encode(text, max_tokens=len(ids)) == ids
