@@ -39,6 +39,7 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 
 MAX_TOOLS = 512
 MAX_CALLS = 128
+_SKIPPED_CHARS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _GAPS = ["".join(gap) for length in range(1, 5) for gap in itertools.product(" \n", repeat=length)]
@@ -313,8 +314,10 @@ class ChatDeltas:
         self._parsers: dict[int, ChatParser] = {}
 
     def skip(self, choice: int, text: str) -> None:
-        """The choice begins with `text`, whose deltas its client has already."""
-        self._parser(choice).push(text, final=False)
+        """The choice begins with `text`, whose deltas its client has already. In parts: a parser cuts mark by mark off
+        what it holds, and a client can send the ids of as many marks as the context has."""
+        for at in range(0, len(text), _SKIPPED_CHARS):
+            self._parser(choice).push(text[at : at + _SKIPPED_CHARS], final=False)
 
     def of(self, chunk: common_pb2.TokenChunk) -> generation_pb2.ChatDelta:
         delta = self._parser(chunk.choice).push(chunk.text, final=chunk.HasField("finish"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,3 +188,13 @@ def test_calls_of_the_next_router_have_ids_of_their_own() -> None:
     parts = deltas(before, [call], ends=False) + deltas(after, [f"\n{call}"], ends=True)
     ids = [part.id for delta in parts for part in delta.tool_calls if part.id]
     assert len(set(ids)) == len(ids) == 2
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "<tool_call>{"])
+def test_the_time_to_skip_an_answer_is_proportional_to_its_marks(text: str) -> None:
+    def skipping_s(number: int) -> float:
+        router, began_s = ChatDeltas("one", output_of(HERMES, thinks=False), is_constrained=False), time.thread_time()
+        router.skip(0, text * number)
+        return time.thread_time() - began_s
+
+    assert skipping_s(32_000) < 16 * skipping_s(4_000)
