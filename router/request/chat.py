@@ -34,7 +34,7 @@ from engine.text.chat_output import (
     ToolCallParser,
     ToolFormat,
 )
-from engine.text.chat_template import parsed_arguments, short_id, template_id
+from engine.text.chat_template import MAX_CONTAINERS, parsed_arguments, parsed_json, short_id, template_id
 from protos.tandem.v1 import common_pb2, generation_pb2
 
 MAX_TOOLS = 512
@@ -160,11 +160,12 @@ def _tool(tool: generation_pb2.Tool, field: str) -> Tool:
     if not _NAME.fullmatch(tool.name):
         raise InvalidRequest(f"{field}.name", f"{shown(tool.name)} is not a name", "1..128 of [A-Za-z0-9_.-]")
     try:
-        parameters = json.loads(tool.parameters) if tool.parameters else {}
+        parameters = parsed_json(tool.parameters) if tool.parameters else {}
     except (ValueError, RecursionError):
         parameters = None
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise InvalidRequest(f"{field}.parameters", f"{shown(tool.parameters)} is not the JSON schema of an object")
+        problem = f"{shown(tool.parameters)} is not the JSON schema of an object"
+        raise InvalidRequest(f"{field}.parameters", problem, f"at most {MAX_CONTAINERS} objects and lists in it")
     return Tool(tool.name, tool.description, parameters, tool.strict)
 
 
