@@ -230,6 +230,18 @@ async def test_the_error_of_invalid_http_says_what_is_wrong(run_http: RunHttp) -
         writer.close()
 
 
+async def test_a_request_with_two_kinds_of_length_is_rejected_with_what_follows(run_http: RunHttp) -> None:
+    """It is another client's, where a proxy in front goes by the other length."""
+    async with run_http() as http:
+        reader, writer = await opened(http)
+        lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        writer.write(HEAD + lengths + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await until_closed(reader)
+        assert b"not valid HTTP/1.1: Content-Length and Transfer-Encoding" in answer
+        assert b"200 OK" not in answer
+        writer.close()
+
+
 async def test_an_invalid_rest_of_an_answered_request_ends_the_connection_without_a_traceback(
     run_http: RunHttp, caplog: pytest.LogCaptureFixture
 ) -> None:
