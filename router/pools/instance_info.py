@@ -25,8 +25,8 @@ WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
 }
 ROLES: dict[instance_pb2.Role.ValueType, Role] = {value: role for role, value in WIRE_ROLES.items()}
 
-_MAX_ID_CHARS = 128
-"""Of an instance's name, which operators' terminals show, and each answer's headers."""
+_MAX_ID_CHARS = 253
+"""Of an instance's name, as of a pod's. Operators' terminals show it, and each answer's headers."""
 _CONSTRAINTS_BEFORE_NAMES = ("json_object", "json_schema", "regex", "choice", "grammar")
 """What an instance supports that supports constraints and names none."""
 

@@ -91,4 +91,4 @@ def test_an_instances_name_commands_no_terminal_and_fits_a_line() -> None:
 
     assert named("décode-0") == "décode-0"
     assert named("decode\x1b]0;title\x07") == "decode\\x1b]0;title\\x07"
-    assert named("decode-" + "9" * 5000) == "decode-" + "9" * 121
+    assert named("decode-" + "9" * 5000) == "decode-" + "9" * 246
