@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 from engine.core.async_engine import AsyncEngine, RequestStream
 from engine.core.messages import Command, FinishReason, LoadedEvent, ReservedEvent, Seed, TokenLogprob, TokensEvent
@@ -31,6 +32,7 @@ from serving.errors import (
     Unavailable,
     invalid_argument,
 )
+from serving.limits import start_in_thread
 
 RETRY_AFTER_S = 0.5
 """Blocks are freed at the rate at which whole requests finish; an earlier retry would mostly be rejected again."""
@@ -155,7 +157,10 @@ class ChoiceStream:
         if self.first is not None:
             return self._chunks.chunk(event)
         self.first = event
-        return self._chunks.first_chunk(event)
+        if not event.prompt_logprobs:
+            return self._chunks.first_chunk(event)
+        # Of a long prompt they take a second, in which no other choice would get a token, and the router no report.
+        return await start_in_thread(partial(self._chunks.first_chunk, event), "convert log-probabilities")
 
 
 class ActiveChoices:

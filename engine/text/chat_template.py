@@ -40,6 +40,8 @@ _SINGLE_CALLS = "only supports single tool-calls at once"
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 MESSAGE_PARTS = ("text", "refusal")
+MAX_CONTAINERS = 100_000
+"""Objects and lists of one JSON text. The parser keeps the GIL: a million would stop all other threads for a second."""
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -276,17 +278,26 @@ def rename_for_templates(members: dict[str, Any]) -> None:
 
 
 def parsed_arguments(arguments: str) -> Any:
-    """A call's arguments; the text itself if it is no JSON: what the model has written, and its client returns."""
+    """A call's arguments; the text itself if it is no JSON, or too much: what the model has written, and its client
+    returns."""
     try:
         return loads_unicode(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
 
 
+def parsed_json(text: str) -> Any:
+    """The value of a JSON text. Raises RecursionError, and ValueError also where it may have more than
+    MAX_CONTAINERS."""
+    if text.count("[") + text.count("{") > MAX_CONTAINERS:
+        raise ValueError(f"more than {MAX_CONTAINERS} objects and lists")
+    return json.loads(text)
+
+
 def loads_unicode(text: str) -> Any:
     """The value of a JSON text, with U+FFFD for each half of a surrogate pair, which JSON can escape and UTF-8 cannot
-    express. Raises as `json.loads`."""
-    value = json.loads(text)
+    express. Raises as `parsed_json`."""
+    value = parsed_json(text)
     if "\\u" not in text:
         return value
     plain = json.dumps(value, ensure_ascii=False)

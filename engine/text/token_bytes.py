@@ -34,6 +34,10 @@ _WHITESPACE_BYTES = frozenset(b for c in map(chr, range(0x3001)) if c.isspace() 
 _UNICODE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 _KEEPING_NORMALIZERS = {*_UNICODE_NORMALIZERS, "Prepend", "Replace", "Sequence"}
 _SPACE_TO_PIECE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_PIECE}
+NORMALIZED_CHARS = 4096
+"""At once: the library keeps the GIL, and would stop all other threads for a second and more with 4 MiB."""
+_JOINED_TOKENS = 64
+"""More than two such parts have apart and not in one: the last letter of the first takes three others at most."""
 _DROPPING_PRE_TOKENIZERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
 
 
@@ -187,13 +191,17 @@ class TokenBytes:
         """
         if not self._share:
             return 0
-        if self._normalizes_unicode and not text.isascii():
-            text = self._backend.normalizer.normalize_str(text)
+        if not self._normalizes_unicode or text.isascii():
+            return math.ceil(self._shares_of(text) - 1e-6)
+        parts = [text[at : at + NORMALIZED_CHARS] for at in range(0, len(text), NORMALIZED_CHARS)]
+        shares = sum(self._shares_of(self._backend.normalizer.normalize_str(part)) for part in parts)
+        return max(0, math.ceil(shares - _JOINED_TOKENS * (len(parts) - 1) - 1e-6))
+
+    def _shares_of(self, text: str) -> float:
         if self.kind == "byte_fallback":
             text = text.replace(_SPACE_PIECE, " ")
         data = text.encode()
-        shares = (data.count(b) * self._share.get(b, 0.0) for b in set(data))
-        return math.ceil(sum(shares) - 1e-6)
+        return sum(data.count(b) * self._share.get(b, 0.0) for b in set(data))
 
     @cached_property
     def _share(self) -> dict[int, float]:

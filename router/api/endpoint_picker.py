@@ -15,6 +15,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from google.protobuf.struct_pb2 import ListValue, Struct
@@ -22,6 +23,7 @@ from google.protobuf.struct_pb2 import ListValue, Struct
 from protos.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from serving.errors import InvalidArgument
 from serving.interceptor import Context
+from serving.limits import LARGE_BYTES, start_in_thread
 from serving.settings import Address, Section, setting
 
 SERVICE = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"]
@@ -67,7 +69,9 @@ class EndpointPicker:
         if first is None or first.WhichOneof("request") != "request_headers":
             raise InvalidArgument("the stream begins with something else than the headers of a request")
         held = [part async for part in _beginning_of(requests)] if _body_comes(first) else []
-        key = conversation(b"".join(part.request_body.body for part in held))
+        body = b"".join(part.request_body.body for part in held)
+        read = partial(conversation, body)  # of any client: a Gateway asks before the router checks a token
+        key = await start_in_thread(read, "read a body") if len(body) >= LARGE_BYTES else read()
         allowed = _subset(first.metadata_context)
         candidates = [one for one in self.routers() if allowed is None or one.address in allowed]
         if not candidates:
@@ -136,7 +140,7 @@ def _beginning(prompt: Any) -> str:
         is_users = [isinstance(one, dict) and one.get("role") == "user" for one in prompt]
         if True in is_users:
             return hashlib.sha256(json.dumps(prompt[: is_users.index(True) + 1]).encode()).hexdigest()
-    return json.dumps(prompt)[:_KEY_CHARS]
+    return json.dumps(prompt[:_KEY_CHARS] if isinstance(prompt, list) else prompt)[:_KEY_CHARS]
 
 
 def _body_comes(first: ext_proc.ProcessingRequest) -> bool:

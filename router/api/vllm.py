@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -31,6 +32,7 @@ from router.pools.instance_info import InstanceView
 from router.request.choice_state import finish_reason
 from serving.errors import NotFound, PermissionDenied, invalid_argument
 from serving.interceptor import Context, StreamWriter, remaining_s
+from serving.limits import start_in_thread
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 
@@ -41,6 +43,7 @@ _SCALARS = (
     "top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "skip_special_tokens",
 )  # fmt: skip
 _ZERO_MEANS_ONE = ("top_p", "repetition_penalty", "n")
+T = TypeVar("T")
 _Optional = Literal["max_tokens", "logprobs", "prompt_logprobs", "seed"]
 _KvField = Literal["kv_transfer_params", "kv_transfer_params_json"]
 
@@ -67,7 +70,7 @@ class VllmEngineService:
             await handler.handle(
                 message, answer.write, metadata=context.invocation_metadata(), remaining_s=remaining_s()
             )
-            for complete in answer.whole():
+            for complete in await answer.whole():
                 await writer.write(vllm.GenerateResponse(complete=complete))
         finally:
             context.set_trailing_metadata(handler.trace.trailers())
@@ -208,12 +211,15 @@ class _Answer:
         if self._writer is None:
             self._chunks[chunk.choice].append(common_pb2.TokenChunk.FromString(chunk.SerializeToString()))
             return
-        await self._writer.write(vllm.GenerateResponse(chunk=self._piece(chunk)))
+        piece = await _made(partial(self._piece, chunk), [chunk])
+        await self._writer.write(vllm.GenerateResponse(chunk=piece))
         if chunk.HasField("finish"):
-            await self._writer.write(vllm.GenerateResponse(complete=self._complete([chunk])))
+            complete = await _made(partial(self._complete, [chunk]), [chunk])
+            await self._writer.write(vllm.GenerateResponse(complete=complete))
 
-    def whole(self) -> list[vllm.GenerateComplete]:
-        return [self._complete(self._chunks[choice]) for choice in sorted(self._chunks)]
+    async def whole(self) -> list[vllm.GenerateComplete]:
+        by_choice = [self._chunks[choice] for choice in sorted(self._chunks)]
+        return [await _made(partial(self._complete, chunks), chunks) for chunks in by_choice]
 
     def _piece(self, chunk: common_pb2.TokenChunk) -> vllm.GenerateStreamChunk:
         return vllm.GenerateStreamChunk(token_ids=chunk.token_ids, **self._fields([chunk]))
@@ -241,6 +247,11 @@ class _Answer:
             "input_logprobs": _input_logprobs(prompt, chunks[0], self._num_prompt_top),
             "index": chunks[0].choice,
         }
+
+
+async def _made(make: Callable[[], T], chunks: Sequence[common_pb2.TokenChunk]) -> T:
+    """`make()`, in a thread where it converts the log-probabilities of a prompt: of a long one they take a second."""
+    return await start_in_thread(make, "convert log-probabilities") if chunks[0].prompt_logprobs else make()
 
 
 def _output_logprobs(chunks: Iterable[common_pb2.TokenChunk], num_top: int) -> vllm.OutputLogProbs | None:

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from engine.core.messages import StepCost
 from protos.tandem.v1 import common_pb2, instance_pb2
 from router.pools.throughput import UNMEASURED, ThroughputEstimate
+from serving.logging import escaped
 
 Role = Literal["prefill", "decode"]
 
@@ -24,6 +25,8 @@ WIRE_ROLES: dict[Role, instance_pb2.Role.ValueType] = {
 }
 ROLES: dict[instance_pb2.Role.ValueType, Role] = {value: role for role, value in WIRE_ROLES.items()}
 
+_MAX_ID_CHARS = 253
+"""Of an instance's name, as of a pod's. Operators' terminals show it, and each answer's headers."""
 _CONSTRAINTS_BEFORE_NAMES = ("json_object", "json_schema", "regex", "choice", "grammar")
 """What an instance supports that supports constraints and names none."""
 
@@ -109,6 +112,7 @@ class InstanceInfo:
     @classmethod
     def from_wire(cls, message: instance_pb2.GetInstanceInfoResponse) -> InstanceInfo:
         values = _same_named(cls, message)
+        values["instance_id"] = escaped(message.instance_id[:_MAX_ID_CHARS])
         values["role"] = ROLES.get(message.role)
         values["identity"] = Identity.from_wire(message.identity)
         named = message.constraints or _CONSTRAINTS_BEFORE_NAMES

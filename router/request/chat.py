@@ -34,11 +34,12 @@ from engine.text.chat_output import (
     ToolCallParser,
     ToolFormat,
 )
-from engine.text.chat_template import parsed_arguments, short_id, template_id
+from engine.text.chat_template import MAX_CONTAINERS, parsed_arguments, parsed_json, short_id, template_id
 from protos.tandem.v1 import common_pb2, generation_pb2
 
 MAX_TOOLS = 512
 MAX_CALLS = 128
+_SKIPPED_CHARS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _GAPS = ["".join(gap) for length in range(1, 5) for gap in itertools.product(" \n", repeat=length)]
@@ -159,11 +160,12 @@ def _tool(tool: generation_pb2.Tool, field: str) -> Tool:
     if not _NAME.fullmatch(tool.name):
         raise InvalidRequest(f"{field}.name", f"{shown(tool.name)} is not a name", "1..128 of [A-Za-z0-9_.-]")
     try:
-        parameters = json.loads(tool.parameters) if tool.parameters else {}
+        parameters = parsed_json(tool.parameters) if tool.parameters else {}
     except (ValueError, RecursionError):
         parameters = None
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise InvalidRequest(f"{field}.parameters", f"{shown(tool.parameters)} is not the JSON schema of an object")
+        problem = f"{shown(tool.parameters)} is not the JSON schema of an object"
+        raise InvalidRequest(f"{field}.parameters", problem, f"at most {MAX_CONTAINERS} objects and lists in it")
     return Tool(tool.name, tool.description, parameters, tool.strict)
 
 
@@ -313,8 +315,10 @@ class ChatDeltas:
         self._parsers: dict[int, ChatParser] = {}
 
     def skip(self, choice: int, text: str) -> None:
-        """The choice begins with `text`, whose deltas its client has already."""
-        self._parser(choice).push(text, final=False)
+        """The choice begins with `text`, whose deltas its client has already. In parts: a parser cuts mark by mark off
+        what it holds, and a client can send the ids of as many marks as the context has."""
+        for at in range(0, len(text), _SKIPPED_CHARS):
+            self._parser(choice).push(text[at : at + _SKIPPED_CHARS], final=False)
 
     def of(self, chunk: common_pb2.TokenChunk) -> generation_pb2.ChatDelta:
         delta = self._parser(chunk.choice).push(chunk.text, final=chunk.HasField("finish"))

@@ -30,7 +30,7 @@ from router.request.caller import Caller
 from router.request.chat import ChatOutput, Tools, template_messages
 from router.request.generation_request import GenerationRequest, ResumedChoice, from_wire
 from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
-from serving.limits import start_in_thread
+from serving.limits import LARGE_BYTES, start_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,14 @@ class ServedModel:
             thinks = any(THINK_END in source for source in sources)
         return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)
 
-    def tools_of(self, chat: generation_pb2.Chat) -> Tools | None:
+    async def tools_of(self, chat: generation_pb2.Chat) -> Tools | None:
         """None if the chat has none, or none that may be called. Raises InvalidRequest."""
         template = None if self.tokenizer is None else self.tokenizer.chat_template
-        return Tools.of(chat, self.tool_format, single_calls=template is not None and template.single_calls)
+        is_single = template is not None and template.single_calls
+        read = partial(Tools.of, chat, self.tool_format, single_calls=is_single)
+        if not chat.tools or chat.ByteSize() < LARGE_BYTES:
+            return read()
+        return await start_in_thread(read, "read the tools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ async def validated(
         limits = replace(limits, max_model_len=limits.longest)
     with service_errors():
         _check_extras(request)
-        tools = model.tools_of(request.chat)
+        tools = await model.tools_of(request.chat)
         prompt = await prompt_ids(request, model, limits, tools=tools)
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)
@@ -243,13 +247,16 @@ async def prompt_ids(
     for index, message in enumerate(request.chat.messages):
         if message.role not in _ROLES:
             raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))
-    encode = partial(
-        model.tokenizer.encode_chat,
-        template_messages(request.chat, model.tool_format),
-        tools=None if tools is None else [tool.for_template() for tool in tools.tools],
-        template_variables=_template_variables(request.chat.template_variables),
-        max_tokens=max_tokens,
-    )
+    tokenizer = model.tokenizer
+
+    def encode() -> list[int]:
+        return tokenizer.encode_chat(
+            template_messages(request.chat, model.tool_format),
+            tools=None if tools is None else [tool.for_template() for tool in tools.tools],
+            template_variables=_template_variables(request.chat.template_variables),
+            max_tokens=max_tokens,
+        )
+
     return await start_in_thread(encode, "tokenise the prompt")
 
 

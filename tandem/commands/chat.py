@@ -31,6 +31,7 @@ from tandem.commands.options import (
     call_options,
     calling_client,
     counted,
+    echo_answer,
     is_terminal,
     sampling_options,
     standard_input,
@@ -280,7 +281,7 @@ def _run_call(call: ToolCall, expressions: list[str]) -> dict[str, Any]:
     expression, result = calculator.answer(call.arguments)
     if expression in expressions:
         expressions.remove(expression)
-    click.echo(f"({call.name}: {expression} = {result})", err=True)
+    echo_answer(f"({call.name}: {expression} = {result})", nl=True, err=True)
     return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
@@ -292,7 +293,7 @@ def _print_stream(stream: Generator[Piece, None, Completion], answer: _Answer) -
         while True:
             piece = next(stream)
             answer.add(piece)
-            click.echo(answer.shown(piece), nl=False)
+            echo_answer(answer.shown(piece))
     except StopIteration as ended:
         if answer.text or not answer.has_tools:
             click.echo()

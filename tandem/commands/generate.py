@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tandem.commands.options import IntRange, call_options, calling_client, counted, sampling_options, standard_input
+from tandem.commands.options import (
+    IntRange,
+    call_options,
+    calling_client,
+    counted,
+    echo_answer,
+    sampling_options,
+    standard_input,
+)
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
@@ -96,7 +104,7 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
                 first_s, num_first = time.monotonic(), len(piece.token_ids)
             num_tokens += len(piece.token_ids)
             positions += piece.logprobs
-            click.echo(piece.text, nl=False)
+            echo_answer(piece.text)
     finally:
         if first_s is not None:
             click.echo()

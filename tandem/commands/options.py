@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ MAX_GIB = 1 << 20
 """Of memory, as an option gives it: more is a typing error."""
 INTERRUPTED = 130
 """A shell's exit status for Ctrl-C."""
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that command a terminal."""
 _META = "tandem.client.credentials"
 _CREDENTIALS = {
     "ca_file": "PEM: the CA that issued the server's certificate; enables TLS.",
@@ -152,6 +155,14 @@ def end_signals() -> list[signal.Signals]:
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether it is one; a standard stream that is closed (`2>&-`) is None."""
     return stream is not None and stream.isatty()
+
+
+def echo_answer(text: str, *, nl: bool = False, err: bool = False) -> None:
+    """Prints what a model has written: as it is, but on a terminal, which it could command, control characters other
+    than tabs and line feeds as escapes."""
+    if is_terminal(sys.stderr if err else sys.stdout):
+        text = _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+    click.echo(text, nl=nl, err=err)
 
 
 def unusable(error: ValueError) -> click.ClickException:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -17,7 +19,7 @@ from engine.errors import EngineDeadError
 from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from instance.convert import Choice
-from instance.requests import ChunkBuilder, ended_with_error, service_error
+from instance.requests import ChoiceStream, ChunkBuilder, ended_with_error, service_error
 from protos.tandem.v1 import common_pb2
 from serving.errors import Crashed, InternalError, InvalidArgument, Unavailable, from_rpc_error, status_text, trailers
 from tests.tokenizer_builders import byte_level
@@ -206,3 +208,28 @@ def test_parameters_that_exclude_every_token_are_an_invalid_argument() -> None:
     event = TokensEvent("r1", [], "error", error="none is left", error_kind="nothing_allowed")
     assert isinstance(ended_with_error(event), InvalidArgument)
     assert isinstance(ended_with_error(TokensEvent("r1", [], "error", error="not finite")), InternalError)
+
+
+async def test_the_loop_does_not_convert_the_log_probabilities_of_a_prompt() -> None:
+    """A message has a hundred thousand candidates at most."""
+    threads = list[threading.Thread]()
+
+    class Recorded(ChunkBuilder):
+        def chunk(self, event: TokensEvent) -> common_pb2.TokenChunk:
+            threads.append(threading.current_thread())
+            return super().chunk(event)
+
+    async def events() -> AsyncIterator[TokensEvent]:
+        entries = [TokenLogprob(1, -1.0, 1)]
+        yield msgspec.structs.replace(tokens([2]), prompt_logprobs=[[], entries, entries])
+        yield tokens([2], "length")
+
+    request = EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=2))
+    choice = Choice(stream_epoch=5, index=0, engine_request=request)
+    stream = ChoiceStream(choice, cast(Any, events()), Recorded(choice, TOKENIZER), cast(Any, None))
+    first, last = [chunk async for chunk in stream]
+    assert isinstance(first, common_pb2.TokenChunk)
+    assert [len(one.candidates) for one in first.prompt_logprobs] == [0, 1, 1]
+    assert first.usage.prompt_tokens == 3
+    assert isinstance(last, common_pb2.TokenChunk)
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]

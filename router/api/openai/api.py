@@ -242,7 +242,7 @@ class OpenAIApi:
         """The tokens of a request that is not run."""
         check_model(request.model, self.model)
         with service_errors():
-            tools = self.model.tools_of(request.chat)
+            tools = await self.model.tools_of(request.chat)
             return await prompt_ids(request, self.model, limits, tools=tools, add_special_tokens=add_special_tokens)
 
     async def version(self) -> Response:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from router.api.openai.exchange import Exchange
 from router.api.openai.requests import ChatBody, CompletionBody, RequestBody
 from router.dispatch.handler import RequestHandler
 from router.request.choice_state import finish_reason
+from serving.limits import start_in_thread
 
 Candidates = Sequence[common_pb2.Logprob]  # of one position: the chosen token, then the best ones
 Logprobs = dict[str, list[Any]]  # columns with one entry for each token
@@ -57,8 +59,7 @@ class ToolCall(msgspec.Struct):
 
     @classmethod
     def of(cls, delta: generation_pb2.ToolCallDelta) -> ToolCall:
-        function = FunctionCall(delta.name or UNSET, delta.arguments)
-        is_first = bool(delta.name)
+        is_first, function = bool(delta.name), FunctionCall(delta.name or UNSET, delta.arguments)
         return cls(delta.index, delta.id if is_first else UNSET, "function" if is_first else UNSET, function)
 
     @staticmethod
@@ -264,27 +265,27 @@ class ResponseBuilder(ABC):
     async def finish(self, headers: Mapping[str, str]) -> None:
         """Ends the response once every call has ended."""
 
-    def _choice(
+    async def _choice(
         self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse
     ) -> tuple[Choice, bool]:
         """What the message adds, and whether it is its choice's first."""
         chunk, prompt = message.tokens, call.prompt
         if message.HasField("prompt_tokens"):
             self._num_prompt += message.prompt_tokens
-            self._echoes[prompt_index] = self.form.echo(prompt_index, prompt, chunk)
+            made = partial(self.form.echo, prompt_index, prompt, chunk)  # log-probabilities take up to a second
+            self._echoes[prompt_index] = await start_in_thread(made, "echo") if chunk.prompt_logprobs else made()
         self._num_completion += len(chunk.token_ids)
         index = prompt_index * self.form.body.n + chunk.choice
         is_first = index not in self._offsets
         echo, echo_logprobs = self._echoes[prompt_index] if is_first else ("", None)
         if is_first:
             self._offsets[index] = self.form.offset(len(echo), call)
-        offset = self._offsets[index]
         choice = Choice(index, echo + (message.delta.content if message.HasField("delta") else chunk.text))
         choice.reasoning = message.delta.reasoning or UNSET
         if message.delta.tool_calls:
             self._follow_calls(index, message.delta.tool_calls)
             choice.tool_calls = list(map(ToolCall.of, message.delta.tool_calls))
-        choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, offset)))
+        choice.logprobs = joined((echo_logprobs, self.form.logprobs(chunk, self._offsets[index])))
         if self.form.body.return_token_ids:
             choice.token_ids = list(chunk.token_ids)
             choice.prompt_token_ids = prompt if is_first else UNSET
@@ -316,13 +317,12 @@ class WholeResponse(ResponseBuilder):
         self._parts: defaultdict[int, list[Choice]] = defaultdict(list)
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
-        choice, _ = self._choice(prompt_index, call, message)
+        choice, _ = await self._choice(prompt_index, call, message)
         self._parts[choice.index].append(choice)
 
     async def finish(self, headers: Mapping[str, str]) -> None:
         self.response.object = self.form.whole_object
-        choices = [Choice.merged(parts) for _, parts in sorted(self._parts.items())]
-        self.response.choices = list(map(self.form.whole, choices))
+        self.response.choices = [self.form.whole(Choice.merged(parts)) for _, parts in sorted(self._parts.items())]
         self.response.usage = self._usage()
         await self.exchange.send_json(self.response, headers)
 
@@ -339,7 +339,7 @@ class StreamedResponse(ResponseBuilder):
         self._has_begun = False
 
     async def add(self, prompt_index: int, call: RequestHandler, message: generation_pb2.GenerateResponse) -> None:
-        choice, is_first = self._choice(prompt_index, call, message)
+        choice, is_first = await self._choice(prompt_index, call, message)
         has_role = is_first and not self.form.openings(call.prompt)
         is_held_back = message.HasField("delta") and not (has_role or self._is_news(choice))
         num_so_far = message.tokens.token_index + len(message.tokens.token_ids)

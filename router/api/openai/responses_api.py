@@ -57,6 +57,7 @@ class ReasoningOptions(StrictModel):
 
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _LOGPROBS = "message.output_text.logprobs"
+_KEPT_TOKENS = 64
 
 
 def _items(value: Any) -> Any:
@@ -230,7 +231,9 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         self._count_thinking(message)
 
     def _count_thinking(self, message: generation_pb2.GenerateResponse) -> None:
-        """Counts the tokens up to the mark, behind which a message may have the answer's."""
+        """Counts the tokens up to the mark, behind which a message may have the answer's. White space may go on for as
+        long as the context: the last tokens have the beginning of a mark."""
+        del self._behind_thought[:-_KEPT_TOKENS]
         self._behind_thought += map(self._texts.data_or_text, message.tokens.token_ids)
         at, ends = b"".join(self._behind_thought).find(_END), list(accumulate(map(len, self._behind_thought)))
         num_behind = len(ends) - 1 - bisect_left(ends, at + len(_END)) if at >= 0 else 0

@@ -42,6 +42,13 @@ from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
 _STOP_S = 1
 _MIN_READ_BYTES = 16 << 10
 """A client that takes so much within write_timeout_s, or all that is left, is slow and not deaf."""
+_BOTH_LENGTHS = {b"content-length", b"transfer-encoding"}
+"""A proxy that goes by the other one takes a part of the body for the next request, maybe another client's."""
+_NUM_SMALL_CHUNKS, _SMALL_CHUNK_BYTES = 1024, 64
+"""In one body. h11 takes 20 µs for each, and for all that have come before anything else runs: seconds for a MiB."""
+_TOO_MANY_CHUNKS = (
+    f"the body has more than {_NUM_SMALL_CHUNKS} chunks, of fewer than {_SMALL_CHUNK_BYTES} bytes on average"
+)
 _RETRY_S = 1.0
 _ACCEPT_AGAIN_S = 0.1  # when there is no free descriptor
 _log = logging.getLogger(__name__)
@@ -191,7 +198,11 @@ class _TooLong(h11.RemoteProtocolError):
 
 
 class _Parser(h11.Connection):
-    """h11 limits headers only while they are incomplete; these are limited however they arrive."""
+    """h11 limits headers only while they are incomplete; these are limited however they arrive. It takes a request with
+    two kinds of length, too, and a body in any number of chunks."""
+
+    _num_chunks = _num_chunk_bytes = 0
+    """Of the body that is read."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Raises h11.RemoteProtocolError."""
@@ -202,8 +213,17 @@ class _Parser(h11.Connection):
             if is_head and error.error_status_hint == status.HTTP_431_REQUEST_HEADER_FIELDS_TOO_LARGE:
                 raise self._too_long() from None
             raise
-        if isinstance(event, h11.Request) and num_bytes - len(self._receive_buffer) > self._max_incomplete_event_size:
-            raise self._too_long()
+        if isinstance(event, h11.Request):
+            if num_bytes - len(self._receive_buffer) > self._max_incomplete_event_size:
+                raise self._too_long()
+            if {name for name, _ in event.headers} >= _BOTH_LENGTHS:
+                raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding exclude each other")
+            self._num_chunks = self._num_chunk_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_chunk_bytes += len(event.data)
+            if self._num_chunks > max(_NUM_SMALL_CHUNKS, self._num_chunk_bytes // _SMALL_CHUNK_BYTES):
+                raise h11.RemoteProtocolError(_TOO_MANY_CHUNKS)
         return event
 
     def _too_long(self) -> _TooLong:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -16,11 +17,13 @@ import pytest
 from protos.envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from protos.envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 from protos.tandem.v1 import pools_pb2, pools_pb2_grpc
+from router.api import endpoint_picker
 from router.api.endpoint_picker import HEADER, SUBSET, EndpointPickerSettings, RouterEndpoint, conversation, in_order
 from router.app import RouterApp
 from router.request.validation import ServedModel
 from router.settings import RouterSection, RouterSettings
 from serving.channel import open_channel
+from serving.limits import LARGE_BYTES
 from tandem.local_stack.topology import free_ports
 from tests.channels import PATIENT
 from tests.router.autoscaler.test_router_signals import until
@@ -240,6 +243,31 @@ def test_turns_of_one_conversation_have_one_key(first: Any, second: Any, is_one:
     keys = [conversation(json.dumps(one).encode()) for one in (first, second)]
     assert None not in keys
     assert (keys[0] == keys[1]) is is_one
+
+
+@pytest.mark.parametrize("num_bytes", [1000, LARGE_BYTES])
+async def test_the_loop_does_not_read_a_long_body(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    threads = list[threading.Thread]()
+
+    def recorded(data: bytes) -> str | None:
+        threads.append(threading.current_thread())
+        return conversation(data)
+
+    async def requests() -> AsyncIterator[ext_proc.ProcessingRequest]:
+        for part in [headers(), *body(json.dumps({"prompt": "x" * num_bytes}).encode())]:
+            yield part
+
+    monkeypatch.setattr(endpoint_picker, "conversation", recorded)
+    picker = endpoint_picker.EndpointPicker(lambda: [RouterEndpoint("10.0.0.1:8000", 0)])
+    assert len([one async for one in picker.Process(requests(), cast(Any, None))]) == 2
+    [thread] = threads
+    assert (thread is threading.main_thread()) is (num_bytes < LARGE_BYTES)
+
+
+def test_the_key_of_token_ids_is_their_beginning() -> None:
+    ids = list(range(10_000))
+    keys = {conversation(json.dumps({"prompt": ids[:number]}).encode()) for number in (5_000, 10_000)}
+    assert keys == {json.dumps(ids)[:4096]}
 
 
 DEEP = pytest.param(b"[" * 10**5, id="deep")

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.tandem.v1 import common_pb2
 from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
 from protos.vllm.grpc.engine import vllm_engine_pb2_grpc
+from router.api import vllm as module
 from router.api.vllm import generate_request
 from serving.errors import ServiceError
 from tests.fakes.behaviour import Behaviour
@@ -123,6 +125,29 @@ async def test_a_text_prompt_and_prompt_logprobs(run: Run) -> None:
         assert len(received.token_ids) == 2
         assert [item.HasField("value") for item in received.token_logprobs] == [False, True]
         assert [list(top.token_ids) for top in received.top_logprobs] == [[], [received.token_ids[1]]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_loop_does_not_convert_the_log_probabilities_of_a_prompt(
+    run: Run, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A message has a hundred thousand candidates at most."""
+    threads = list[threading.Thread]()
+
+    def recorded(prompt: tuple[int, ...], chunk: common_pb2.TokenChunk, num_top: int) -> Any:
+        if chunk.prompt_logprobs:
+            threads.append(threading.current_thread())
+        return converted(prompt, chunk, num_top)
+
+    converted = module._input_logprobs
+    monkeypatch.setattr(module, "_input_logprobs", recorded)
+    async with run() as rig:
+        request = request_of(stream=stream, sampling={"prompt_logprobs": 1})
+        answers = [answer async for answer in stub(rig).Generate(request)]
+        first = answers[0].chunk if stream else answers[0].complete
+        assert len(first.input_logprobs.token_ids) == len(PROMPT)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_absent_fields_take_vllms_defaults(run: Run) -> None:

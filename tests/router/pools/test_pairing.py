@@ -8,6 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from protos.tandem.v1 import instance_pb2
+from router.pools.instance_info import InstanceInfo
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.waiting import until
@@ -81,3 +83,12 @@ async def test_pools_of_different_engines_or_versions_are_named_and_never_paired
         f"engine differs between decode decode-0 ({ours}) and prefill prefill-0 ({theirs}): they will not be paired"
         in logged
     )
+
+
+def test_an_instances_name_commands_no_terminal_and_fits_a_line() -> None:
+    def named(instance_id: str) -> str:
+        return InstanceInfo.from_wire(instance_pb2.GetInstanceInfoResponse(instance_id=instance_id)).instance_id
+
+    assert named("décode-0") == "décode-0"
+    assert named("decode\x1b]0;title\x07") == "decode\\x1b]0;title\\x07"
+    assert named("decode-" + "9" * 5000) == "decode-" + "9" * 246

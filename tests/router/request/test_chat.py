@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from engine.errors import InvalidRequest
 from engine.sampling.constraints import MAX_CONSTRAINT_BYTES
 from engine.sampling.params import SamplingParams
 from engine.text.chat_output import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
+from engine.text.chat_template import MAX_CONTAINERS
 from protos.tandem.v1 import common_pb2, generation_pb2
-from router.request.chat import ChatDeltas, ChatOutput, Tool, Tools
+from router.request.chat import ChatDeltas, ChatOutput, Tool, Tools, template_messages
 
 REQUIRED = generation_pb2.TOOL_CHOICE_REQUIRED
 PATH = {"type": "object", "properties": {"description": {"type": "string"}}, "required": ["description"]}
@@ -187,3 +189,30 @@ def test_calls_of_the_next_router_have_ids_of_their_own() -> None:
     parts = deltas(before, [call], ends=False) + deltas(after, [f"\n{call}"], ends=True)
     ids = [part.id for delta in parts for part in delta.tool_calls if part.id]
     assert len(set(ids)) == len(ids) == 2
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "<tool_call>{"])
+def test_the_time_to_skip_an_answer_is_proportional_to_its_marks(text: str) -> None:
+    def skipping_s(number: int) -> float:
+        router, began_s = ChatDeltas("one", output_of(HERMES, thinks=False), is_constrained=False), time.thread_time()
+        router.skip(0, text * number)
+        return time.thread_time() - began_s
+
+    assert skipping_s(32_000) < 16 * skipping_s(4_000)
+
+
+@pytest.mark.parametrize("num_lists", [MAX_CONTAINERS, MAX_CONTAINERS + 1])
+def test_json_with_too_many_lists_is_not_parsed(num_lists: int) -> None:
+    is_parsed = num_lists <= MAX_CONTAINERS
+    lists = "[" + ",".join(["[]"] * (num_lists - 1)) + "]"
+    call = generation_pb2.ToolCall(id="a", name="f", arguments=lists)
+    asked = generation_pb2.Chat(messages=[generation_pb2.ChatMessage(role="assistant", tool_calls=[call])])
+    arguments = template_messages(asked, HERMES)[0]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == ([[]] * (num_lists - 1) if is_parsed else lists)
+    parameters = f'{{"x": {"[" + lists[4:] if is_parsed else lists}}}'
+    described = generation_pb2.Chat(tools=[generation_pb2.Tool(name="f", parameters=parameters)])
+    if is_parsed:
+        assert Tools.of(described, HERMES) is not None
+        return
+    with pytest.raises(InvalidRequest, match=r"chat\.tools\[0\]\.parameters: .*at most 100000 objects and lists"):
+        Tools.of(described, HERMES)

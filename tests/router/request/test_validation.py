@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import grpc
@@ -14,9 +17,12 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from engine.errors import InvalidRequest
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.request import validation
 from router.request.validation import ModelLimits, ServedModel, validated
 from serving.errors import InvalidArgument
+from serving.limits import LARGE_BYTES
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
 from tests.router.conftest import Run
@@ -290,6 +296,26 @@ async def test_where_no_thread_can_be_started_the_router_is_full(
         error = await rejection(rig, IN_A_THREAD[what])
     assert error.code() is RE
     assert "no thread can be started" in str(error.details())
+
+
+@pytest.mark.parametrize(("name", "what"), [("template_messages", "messages"), ("Tools", "tools")])
+async def test_the_loop_does_not_read_a_long_chat(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    """Its JSON takes time, of calls and of tools."""
+    threads = list[threading.Thread]()
+
+    def read(*_: object, **__: object) -> None:
+        threads.append(threading.current_thread())
+        raise InvalidRequest(what, "are read")
+
+    monkeypatch.setattr(validation, name, read if name == "template_messages" else SimpleNamespace(of=read))
+    tool = generation_pb2.Tool(name="f", parameters=json.dumps({"description": "x" * LARGE_BYTES}))
+    chat = generation_pb2.Chat(messages=[HELLO], tools=[tool] if what == "tools" else [])
+    error = await rejection(rig, generation_pb2.GenerateRequest(chat=chat))
+    assert f"{what}: are read" in str(error.details())
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_stop_strings_require_a_tokenizer(model: ServedModel) -> None:

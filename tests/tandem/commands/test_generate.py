@@ -52,6 +52,22 @@ def test_a_single_token_has_no_time_between_tokens(stack: Background) -> None:
     assert re.search(r"\n1 token; first after \d+ ms\n$", output)
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_answer_does_not_command_the_terminal(
+    stack: Background, monkeypatch: pytest.MonkeyPatch, command: str, is_terminal: bool
+) -> None:
+    monkeypatch.setattr("tandem.commands.options.is_terminal", lambda stream: is_terminal)
+    stack.write("a\tb\nc\x07\x9b2J\x1b]0;title\x07é")
+    try:
+        arguments = (command, *(["Once"] if command == "generate" else []), "--address", stack.address)
+        output = CliRunner().invoke(main, (*arguments, "--max-tokens", "60"), input="Once\n", color=True).stdout
+    finally:
+        stack.write("")
+    shown = "c\\x07\\x9b2J\\x1b]0;title\\x07é" if is_terminal else "c\x07\x9b2J\x1b]0;title\x07é"
+    assert output.startswith(f"a\tb\n{shown}"), ascii(output)
+
+
 def test_a_closed_standard_input_has_no_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from itertools import accumulate
 from types import SimpleNamespace
@@ -17,8 +18,15 @@ from engine.sampling.params import SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai import responses
 from router.api.openai.requests import CompletionBody
-from router.api.openai.responses import CompletionFormat, TextOffset, TokenTexts, completion_logprobs
+from router.api.openai.responses import (
+    CompletionFormat,
+    TextOffset,
+    TokenTexts,
+    completion_logprobs,
+    prompt_logprobs,
+)
 from router.dispatch.handler import Siblings
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
@@ -188,6 +196,28 @@ async def test_an_echo_precedes_every_choice(run_http: RunHttp) -> None:
             model="fake", prompt="héllo", max_tokens=3, seed=SEED, echo=True, stream=True
         )
         assert "".join([event.choices[0].text async for event in streamed]) == answer.choices[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_loop_does_not_make_columns_of_a_whole_prompt(
+    run_http: RunHttp, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A message has a hundred thousand candidates at most."""
+    threads = list[threading.Thread]()
+
+    def recorded(*of: Any) -> Any:
+        threads.append(threading.current_thread())
+        return prompt_logprobs(*of)
+
+    monkeypatch.setattr(responses, "prompt_logprobs", recorded)
+    async with run_http() as http:
+        answer = await http.openai.completions.create(
+            model="fake", prompt=["hello", "and again"], max_tokens=3, seed=SEED, echo=True, logprobs=1, stream=stream
+        )
+        if stream:
+            assert [event async for event in answer]
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 def test_an_echo_is_the_clients_text_and_not_that_of_its_tokens() -> None:

@@ -230,6 +230,36 @@ async def test_the_error_of_invalid_http_says_what_is_wrong(run_http: RunHttp) -
         writer.close()
 
 
+async def test_a_request_with_two_kinds_of_length_is_rejected_with_what_follows(run_http: RunHttp) -> None:
+    """It is another client's, where a proxy in front goes by the other length."""
+    async with run_http() as http:
+        reader, writer = await opened(http)
+        lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        writer.write(HEAD + lengths + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await until_closed(reader)
+        assert b"not valid HTTP/1.1: Content-Length and Transfer-Encoding" in answer
+        assert b"200 OK" not in answer
+        writer.close()
+
+
+@pytest.mark.parametrize("num_chunks", [200, 2000])
+async def test_a_body_has_few_small_chunks(run_http: RunHttp, num_chunks: int) -> None:
+    """Each of which keeps the loop."""
+    body = json.dumps({"prompt": [20], "max_tokens": 1}).ljust(num_chunks).encode()
+    async with run_http() as http:
+        reader, writer = await opened(http)
+        writer.write(HEAD + b"Connection: close\r\n")
+        writer.write(b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in body))
+        writer.write(b"0\r\n\r\n")
+        answer = await until_closed(reader)
+        if num_chunks < 1024:
+            assert answer.startswith(b"HTTP/1.1 200 OK")
+        else:
+            assert b"not valid HTTP/1.1: the body has more than 1024 chunks, of fewer than 64 bytes" in answer
+        writer.close()
+        await still_serves(http)
+
+
 async def test_an_invalid_rest_of_an_answered_request_ends_the_connection_without_a_traceback(
     run_http: RunHttp, caplog: pytest.LogCaptureFixture
 ) -> None:

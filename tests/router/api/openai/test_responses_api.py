@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
-from protos.tandem.v1 import generation_pb2
-from router.api.openai.responses_api import ResponsesRequest
+from protos.tandem.v1 import common_pb2, generation_pb2
+from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.request.validation import ServedModel
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -284,3 +285,18 @@ async def test_a_wrong_parameter_is_named(run_http: RunHttp, options: dict[str, 
         assert said in raised.value.message
         assert raised.value.param == param
         assert (await http.openai.completions.create(model="fake", prompt=SHORT, max_tokens=1)).choices
+
+
+@pytest.mark.parametrize("mark", [[b"</", b"", b"think", b">"], [b"</think>"]])
+def test_white_space_in_a_thought_is_not_read_again_with_each_token(mark: list[bytes]) -> None:
+    data = dict(enumerate([b"a", *[b"\n"] * 1000, *mark, b"\n\n"]))
+    texts: Any = SimpleNamespace(data_or_text=data.__getitem__)
+    body = ResponsesRequest.parse(b'{"input": "x"}')
+    builder: Any = ResponsesBuilder(cast(Any, SimpleNamespace(answer_id="x")), body, "fake", texts)
+    for token_id in data:
+        builder._num_tokens += 1
+        builder._count_thinking(generation_pb2.GenerateResponse(tokens=common_pb2.TokenChunk(token_ids=[token_id])))
+        assert len(builder._behind_thought) <= 65
+        if builder._is_thought_over:
+            break
+    assert (builder._is_thought_over, builder._num_thinking) == (True, 1001 + len(mark))
