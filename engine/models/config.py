@@ -87,9 +87,9 @@ class _Family:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 32768
-    window: Literal["", "all", "optional", "by_layer"] = ""
-    """Layers with a sliding window: none; all; all if `use_sliding_window`; if so, those that `max_window_layers` or
-    `layer_types` chooses."""
+    window: Literal["", "all", "by_type", "optional", "by_layer"] = ""
+    """Layers with a sliding window: none; all; all or those that `layer_types` chooses; all if `use_sliding_window`; if
+    so, those that `max_window_layers` or `layer_types` chooses."""
     sliding_window: int | None = 4096
     qkv_bias: bool | None = None
     """None: `attention_bias` decides, for the output projection too."""
@@ -104,7 +104,7 @@ class _Family:
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(max_position_embeddings=2048, mlp_bias=True),
-    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, window="all", qkv_bias=False),
+    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, window="by_type", qkv_bias=False),
     "MixtralForCausalLM": _Family(
         num_kv_heads=8,
         max_position_embeddings=131072,
@@ -286,14 +286,12 @@ def _sliding_windows(fields: ConfigFields, family: _Family) -> tuple[int | None,
     window = fields.raw("sliding_window") if has_field else family.sliding_window
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise UnsupportedModel(f"sliding_window {shown(window)} is not supported; supported: null or an integer from 1")
-    if family.window != "all" and not fields.flag("use_sliding_window"):
+    if family.window in ("optional", "by_layer") and not fields.flag("use_sliding_window"):
         window = None
-    if family.window != "by_layer":
-        return (window,) * num_layers
-    if fields.raw("layer_types") is None:
-        first = fields.integer("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(_window_of(layer_type, window) for layer_type in fields.items("layer_types"))
+    if family.window in ("by_type", "by_layer") and fields.raw("layer_types") is not None:
+        return tuple(_window_of(layer_type, window) for layer_type in fields.items("layer_types"))
+    first = fields.integer("max_window_layers", 28) if family.window == "by_layer" else 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 def _window_of(layer_type: object, window: int | None) -> int | None:

@@ -89,6 +89,9 @@ def test_layers_with_a_window_by_layer_types_and_by_max_window_layers(tmp_path: 
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert _config(tmp_path, **mistral).sliding_windows == (4096,) * 4
     assert _config(tmp_path, **mistral, sliding_window=None).sliding_windows == (None,) * 4
+    by_name = _config(tmp_path, **mistral, layer_types=["full_attention"] + ["sliding_attention"] * 3)
+    assert by_name.sliding_windows == (None, 4096, 4096, 4096)
+    assert _config(tmp_path, **mistral, layer_types=None).sliding_windows == (4096,) * 4
 
 
 def test_yarn_stretches_the_model_length(tmp_path: Path) -> None:
