@@ -36,6 +36,10 @@ class ConfigFields:
             return None
         return ConfigFields(self._typed(name, None, dict, "an object"), f"{self._where}{name}.")
 
+    def sections(self) -> list[str]:
+        """Names of fields that are objects."""
+        return [name for name, value in self._raw.items() if isinstance(value, dict)]
+
     def integer(self, name: str, default: int | None = None) -> int:
         return int(self._typed(name, default, int, "an integer"))
 
@@ -84,6 +88,7 @@ SUPPORTED_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "float16")
 class _Family:
     """Defaults of an architecture for missing fields, as in transformers."""
 
+    model_type: str
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 32768
@@ -103,9 +108,12 @@ class _Family:
 
 
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(max_position_embeddings=2048, mlp_bias=True),
-    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, window="by_type", qkv_bias=False),
+    "LlamaForCausalLM": _Family("llama", max_position_embeddings=2048, mlp_bias=True),
+    "MistralForCausalLM": _Family(
+        "mistral", num_kv_heads=8, max_position_embeddings=131072, window="by_type", qkv_bias=False
+    ),
     "MixtralForCausalLM": _Family(
+        "mixtral",
         num_kv_heads=8,
         max_position_embeddings=131072,
         window="all",
@@ -115,9 +123,9 @@ _FAMILIES = {
         rms_norm_eps=1e-5,
         experts="mixtral",
     ),
-    "Qwen2ForCausalLM": _Family(num_kv_heads=32, window="by_layer", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(num_kv_heads=32, head_dim=128, window="by_layer", qk_norm=True),
-    "Qwen3MoeForCausalLM": _Family(num_kv_heads=4, window="optional", qk_norm=True, experts="qwen"),
+    "Qwen2ForCausalLM": _Family("qwen2", num_kv_heads=32, window="by_layer", qkv_bias=True),
+    "Qwen3ForCausalLM": _Family("qwen3", num_kv_heads=32, head_dim=128, window="by_layer", qk_norm=True),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", num_kv_heads=4, window="optional", qk_norm=True, experts="qwen"),
 }
 SUPPORTED_ARCHITECTURES = tuple(sorted(_FAMILIES))
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -216,6 +224,10 @@ class ModelConfig(DecoderConfig):
 
 def _parse(fields: ConfigFields) -> ModelConfig:
     architecture, family = _architecture(fields)
+    if (model_type := fields.raw("model_type") or family.model_type) != family.model_type:
+        raise UnsupportedModel(  # transformers builds a model by its model_type
+            f"model_type {shown(model_type)} is not supported for {architecture}; supported: {family.model_type}"
+        )
     if (activation := fields.raw("hidden_act") or "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
     num_heads = fields.integer("num_attention_heads")
@@ -379,6 +391,10 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta
     """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with the default theta."""
     name = "rope_scaling" if fields.raw("rope_scaling") else "rope_parameters"
     scaling = fields.section(name) or ConfigFields({})
+    if kinds := scaling.sections():
+        raise UnsupportedModel(
+            f"{name} by type of layer ({shown(', '.join(kinds))}) is not supported; supported: one for all layers"
+        )
     theta = scaling.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -412,7 +428,7 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta
         beta_slow=scaling.optional_number("beta_slow") or 1.0,
         mscale=scaling.optional_number("mscale"),
         mscale_all_dim=scaling.optional_number("mscale_all_dim"),
-        truncate=scaling.flag("truncate", True),
+        truncate=scaling.flag("truncate", not scaling.has("truncate")),  # null is false, as in transformers
     )
 
 
