@@ -338,6 +338,10 @@ def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> Deco
             raise UnsupportedModel("its layers have heads of different sizes or numbers")
         if call.layer != index:
             raise UnsupportedModel("its layers are not numbered in order")
+    if first.num_heads % first.num_kv_heads:
+        raise UnsupportedModel(
+            f"its {first.num_heads} attention heads do not divide evenly among {first.num_kv_heads} key/value heads"
+        )
     if first.value_dim > first.head_dim:
         raise UnsupportedModel("its values are longer than its keys")
     dtype = str(config.dtype or text.dtype or torch.float32).removeprefix("torch.")
@@ -368,6 +372,7 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
             "it has parts beside its text decoder, as for images or audio; "
             f"supported: text decoders, and that of {', '.join(_WITH_TEXT_PART)}"
         )
+    config.return_dict = config.get_text_config().return_dict = True  # whatever the checkpoint's author called
     return config
 
 
