@@ -164,6 +164,7 @@ def test_dummy_weights_vary(tmp_path: Path) -> None:
 
 
 CLASSES = {
+    "gptj": "GPTJForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "modernbert-decoder": "ModernBertDecoderForCausalLM",
@@ -175,6 +176,7 @@ CLASSES = {
     ("architecture", "fields", "message"),
     [
         ("bloom", {}, "'BloomForCausalLM' is not supported by the transformers backend: transformers has no attention"),
+        ("gptj", {}, "'GPTJForCausalLM' is not supported by the transformers backend: transformers has no attention"),
         ("mamba", {}, "'MambaForCausalLM' is not supported by the transformers backend"),
         ("gpt_oss", {}, "'GptOssForCausalLM' is not supported by the transformers backend: its attention takes s_aux"),
         (
