@@ -28,7 +28,7 @@ from engine.config import LoadFormat
 from engine.errors import CheckpointChanged, EngineError, shown
 from engine.kv_layout import LAYOUT_VERSION, PageLayout
 
-COMPUTATION_VERSION = 1
+COMPUTATION_VERSION = 2
 """Of what this engine makes of a checkpoint: KV, logits, sampled ids. Raised by each change of them beyond rounding, so
 that stores and peers of a release that computed something else are not read, and no answer continues there."""
 ENGINE = f"tandem/{COMPUTATION_VERSION}"

@@ -36,6 +36,10 @@ class ConfigFields:
             return None
         return ConfigFields(self._typed(name, None, dict, "an object"), f"{self._where}{name}.")
 
+    def sections(self) -> list[str]:
+        """Names of fields that are objects."""
+        return [name for name, value in self._raw.items() if isinstance(value, dict)]
+
     def integer(self, name: str, default: int | None = None) -> int:
         return int(self._typed(name, default, int, "an integer"))
 
@@ -84,12 +88,13 @@ SUPPORTED_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "float16")
 class _Family:
     """Defaults of an architecture for missing fields, as in transformers."""
 
+    model_type: str
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 32768
-    window: Literal["", "all", "optional", "by_layer"] = ""
-    """Layers with a sliding window: none; all; all if `use_sliding_window`; if so, those that `max_window_layers` or
-    `layer_types` chooses."""
+    window: Literal["", "all", "by_type", "optional", "by_layer"] = ""
+    """Layers with a sliding window: none; all; all or those that `layer_types` chooses; all if `use_sliding_window`; if
+    so, those that `max_window_layers` or `layer_types` chooses."""
     sliding_window: int | None = 4096
     qkv_bias: bool | None = None
     """None: `attention_bias` decides, for the output projection too."""
@@ -103,9 +108,12 @@ class _Family:
 
 
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(max_position_embeddings=2048, mlp_bias=True),
-    "MistralForCausalLM": _Family(num_kv_heads=8, max_position_embeddings=131072, window="all", qkv_bias=False),
+    "LlamaForCausalLM": _Family("llama", max_position_embeddings=2048, mlp_bias=True),
+    "MistralForCausalLM": _Family(
+        "mistral", num_kv_heads=8, max_position_embeddings=131072, window="by_type", qkv_bias=False
+    ),
     "MixtralForCausalLM": _Family(
+        "mixtral",
         num_kv_heads=8,
         max_position_embeddings=131072,
         window="all",
@@ -115,9 +123,9 @@ _FAMILIES = {
         rms_norm_eps=1e-5,
         experts="mixtral",
     ),
-    "Qwen2ForCausalLM": _Family(num_kv_heads=32, window="by_layer", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(num_kv_heads=32, head_dim=128, window="by_layer", qk_norm=True),
-    "Qwen3MoeForCausalLM": _Family(num_kv_heads=4, window="optional", qk_norm=True, experts="qwen"),
+    "Qwen2ForCausalLM": _Family("qwen2", num_kv_heads=32, window="by_layer", qkv_bias=True),
+    "Qwen3ForCausalLM": _Family("qwen3", num_kv_heads=32, head_dim=128, window="by_layer", qk_norm=True),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", num_kv_heads=4, window="optional", qk_norm=True, experts="qwen"),
 }
 SUPPORTED_ARCHITECTURES = tuple(sorted(_FAMILIES))
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -216,6 +224,10 @@ class ModelConfig(DecoderConfig):
 
 def _parse(fields: ConfigFields) -> ModelConfig:
     architecture, family = _architecture(fields)
+    if (model_type := fields.raw("model_type") or family.model_type) != family.model_type:
+        raise UnsupportedModel(  # transformers builds a model by its model_type
+            f"model_type {shown(model_type)} is not supported for {architecture}; supported: {family.model_type}"
+        )
     if (activation := fields.raw("hidden_act") or "silu") != "silu":
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
     num_heads = fields.integer("num_attention_heads")
@@ -277,14 +289,12 @@ def _sliding_windows(fields: ConfigFields, family: _Family) -> tuple[int | None,
     window = fields.raw("sliding_window") if has_field else family.sliding_window
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise UnsupportedModel(f"sliding_window {shown(window)} is not supported; supported: null or an integer from 1")
-    if family.window != "all" and not fields.flag("use_sliding_window"):
+    if family.window in ("optional", "by_layer") and not fields.flag("use_sliding_window"):
         window = None
-    if family.window != "by_layer":
-        return (window,) * num_layers
-    if fields.raw("layer_types") is None:
-        first = fields.integer("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(_window_of(layer_type, window) for layer_type in fields.items("layer_types"))
+    if family.window in ("by_type", "by_layer") and fields.raw("layer_types") is not None:
+        return tuple(_window_of(layer_type, window) for layer_type in fields.items("layer_types"))
+    first = fields.integer("max_window_layers", 28) if family.window == "by_layer" else 0
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 def _window_of(layer_type: object, window: int | None) -> int | None:
@@ -372,6 +382,10 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta
     """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with the default theta."""
     name = "rope_scaling" if fields.raw("rope_scaling") else "rope_parameters"
     scaling = fields.section(name) or ConfigFields({})
+    if kinds := scaling.sections():
+        raise UnsupportedModel(
+            f"{name} by type of layer ({shown(', '.join(kinds))}) is not supported; supported: one for all layers"
+        )
     theta = scaling.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = scaling.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -405,7 +419,7 @@ def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta
         beta_slow=scaling.optional_number("beta_slow") or 1.0,
         mscale=scaling.optional_number("mscale"),
         mscale_all_dim=scaling.optional_number("mscale_all_dim"),
-        truncate=scaling.flag("truncate", True),
+        truncate=scaling.flag("truncate", not scaling.has("truncate")),  # null is false, as in transformers
     )
 
 

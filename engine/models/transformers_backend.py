@@ -38,6 +38,7 @@ from engine.models.quantized import QuantizedLinear, QuantizedMatrix
 from engine.models.weights import DummyWeights, shortened
 
 _ATTENTION, _PROBE = "tandem", "tandem-probe"
+_NO_INTERFACE = "transformers has no attention interface for it"
 _PROBE_TOKENS = 4
 _SUPPORTED_OPTIONS = frozenset(
     {
@@ -85,6 +86,10 @@ def read_config(folder: Path) -> DecoderConfig:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"architecture {name} is not supported by the transformers backend: {error}") from None
     except Exception as error:  # of any type: transformers validates where it uses a field
+        if error.args == (_PROBE,):  # GPT-J and GPT-Neo have a table of classes by the interface's name
+            raise UnsupportedModel(
+                f"architecture {name} is not supported by the transformers backend: {_NO_INTERFACE}"
+            ) from None
         lines = (str(error).strip() or type(error).__name__).splitlines()
         reason = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
         raise UnsupportedModel(
@@ -271,7 +276,7 @@ def _record_calls(config: transformers.PreTrainedConfig) -> list[_Call]:
             _refuse_state(model)
             _refuse_rope(model)
             if not model.is_backend_compatible():
-                raise UnsupportedModel("transformers has no attention interface for it")
+                raise UnsupportedModel(_NO_INTERFACE)
             _refuse_positions(model)
             tokens = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long)
             positions = torch.arange(_PROBE_TOKENS)[None]
@@ -338,6 +343,10 @@ def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> Deco
             raise UnsupportedModel("its layers have heads of different sizes or numbers")
         if call.layer != index:
             raise UnsupportedModel("its layers are not numbered in order")
+    if first.num_heads % first.num_kv_heads:
+        raise UnsupportedModel(
+            f"its {first.num_heads} attention heads do not divide evenly among {first.num_kv_heads} key/value heads"
+        )
     if first.value_dim > first.head_dim:
         raise UnsupportedModel("its values are longer than its keys")
     dtype = str(config.dtype or text.dtype or torch.float32).removeprefix("torch.")
@@ -368,6 +377,7 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
             "it has parts beside its text decoder, as for images or audio; "
             f"supported: text decoders, and that of {', '.join(_WITH_TEXT_PART)}"
         )
+    config.return_dict = config.get_text_config().return_dict = True  # whatever the checkpoint's author called
     return config
 
 

@@ -18,7 +18,7 @@ from engine.identity import COMPUTATION_VERSION
 from tests.builders import lively_checkpoint
 from tests.oracle import random_prompts
 
-RECORDED_VERSION = 1
+RECORDED_VERSION = 2
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, seed=7, presence_penalty=0.3, max_tokens=16, ignore_eos=True
 )

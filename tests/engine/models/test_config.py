@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import InvalidCheckpoint, UnsupportedModel
 from engine.models import read_config
 from engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from engine.models.llama import RotaryEmbedding
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,12 +92,33 @@ def test_layers_with_a_window_by_layer_types_and_by_max_window_layers(tmp_path: 
     mistral = {"architectures": ["MistralForCausalLM"]}
     assert _config(tmp_path, **mistral).sliding_windows == (4096,) * 4
     assert _config(tmp_path, **mistral, sliding_window=None).sliding_windows == (None,) * 4
+    by_name = _config(tmp_path, **mistral, layer_types=["full_attention"] + ["sliding_attention"] * 3)
+    assert by_name.sliding_windows == (None, 4096, 4096, 4096)
+    assert _config(tmp_path, **mistral, layer_types=None).sliding_windows == (4096,) * 4
 
 
 def test_yarn_stretches_the_model_length(tmp_path: Path) -> None:
     config = _config(tmp_path, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096})
     assert config.max_model_len == 16384
     assert _config(tmp_path).max_model_len == 4096
+
+
+def test_truncate_of_yarn_is_true_where_it_is_missing_and_null_is_false(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    for fields, truncates in (({}, True), ({"truncate": True}, True), ({"truncate": None}, False)):
+        config = _config(tmp_path, rope_parameters={**yarn, **fields})
+        assert config.rope.truncate is truncates
+        theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(tmp_path))
+        ours = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=torch.device("cpu"))
+        position = torch.tensor([[500]])
+        cos, _ = theirs(torch.zeros(1), position)
+        torch.testing.assert_close(ours.cos_sin(position[0])[0], cos[0, :, : config.head_dim // 2])
+
+
+def test_every_architecture_has_the_model_type_of_transformers(tmp_path: Path) -> None:
+    for name in SUPPORTED_ARCHITECTURES:
+        model_type = getattr(transformers, name).config_class.model_type
+        assert _config(tmp_path, architectures=[name], model_type=model_type).architecture == name
 
 
 def test_dtype_and_page(tmp_path: Path) -> None:
@@ -119,6 +143,11 @@ def test_dtype_and_page(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config ('gptq') is not supported"),
+        ({"model_type": "granite"}, "model_type 'granite' is not supported for LlamaForCausalLM; supported: llama"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_theta": 100.0}}},
+            "rope_parameters by type of layer ('full_attention, sliding_attention') is not supported",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "weights of dtype 'float8_e4m3fn' are not supported"),
         ({"num_key_value_heads": 3}, "8 attention heads do not divide evenly among 3"),

@@ -50,6 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("mixtral", {}),
     "mixtral, window, odd sizes": ("mixtral", {"sliding_window": 24, "intermediate_size": 100}),
+    "mistral, window in some layers": (  # Ministral 8B's
+        "mistral",
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 32, "num_key_value_heads": 1}),
 }
 

@@ -145,6 +145,17 @@ def test_the_shape_and_the_windows_come_from_what_the_layers_call(tmp_path: Path
     assert (config.softcap, config.max_model_len, config.torch_dtype) == (5.0, 2048, "float32")
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma3"])
+def test_what_transformers_forward_returns_by_config_does_not_matter(architecture: str, tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path, architecture, **ARCHITECTURES[architecture])
+    expected = _generate(_llm(folder), [[5, 6, 7]])
+    raw = json.loads((folder / "config.json").read_text())
+    for part in (raw, raw.get("text_config", {})):
+        part["return_dict"] = False
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert _generate(_llm(folder), [[5, 6, 7]]) == expected
+
+
 def test_dummy_weights_vary(tmp_path: Path) -> None:
     folder = lively_checkpoint(tmp_path, "gpt2", **ARCHITECTURES["gpt2"])
     (folder / "model.safetensors").unlink()
@@ -153,6 +164,7 @@ def test_dummy_weights_vary(tmp_path: Path) -> None:
 
 
 CLASSES = {
+    "gptj": "GPTJForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "modernbert-decoder": "ModernBertDecoderForCausalLM",
@@ -164,6 +176,7 @@ CLASSES = {
     ("architecture", "fields", "message"),
     [
         ("bloom", {}, "'BloomForCausalLM' is not supported by the transformers backend: transformers has no attention"),
+        ("gptj", {}, "'GPTJForCausalLM' is not supported by the transformers backend: transformers has no attention"),
         ("mamba", {}, "'MambaForCausalLM' is not supported by the transformers backend"),
         ("gpt_oss", {}, "'GptOssForCausalLM' is not supported by the transformers backend: its attention takes s_aux"),
         (
@@ -189,6 +202,8 @@ CLASSES = {
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, r"\(Conv1d, linear_attention\)"),
         ("gemma3n", {}, "parts beside its text decoder, .*supported: .* and that of Gemma3ForConditionalGeneration"),
         ("unheard_of", {}, "is not supported: transformers .* cannot build it"),
+        ("starcoder2", {"num_attention_heads": 6, "hidden_size": 96, "num_key_value_heads": 4}, "6 attention heads do"),
+        ("qwen2", {"num_attention_heads": 6, "hidden_size": 96}, "6 attention heads do not divide evenly among 32"),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_the_name_of_the_architecture(
