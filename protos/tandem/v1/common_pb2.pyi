@@ -601,7 +601,7 @@ class Identity(_message.Message):
     fingerprint: _builtins.str
     """SHA-256 of all the others, hex: the model fingerprint in block hashes and page headers."""
     engine: _builtins.str
-    """tandem/1: the built-in engine and the version of its results, with the version of transformers where that computes
+    """tandem/N: the built-in engine and the version of its results, with the version of transformers where that computes
     the model; or another engine with its version and what else decides its numerics: vllm 0.32.0, runner, attention, KV.
     """
     def __init__(
