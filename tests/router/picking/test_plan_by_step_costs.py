@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from engine.core.messages import StepCost
 from router.picking.affinity import Affinity
 from router.picking.disaggregation import Decision, Reason
@@ -13,7 +15,7 @@ from router.picking.placement import STEP_STRETCH, AimSource, Plan
 from router.picking.plan import explain, make_plan
 from router.picking.scorers import Criteria
 from router.picking.settings import DisaggregationSettings, PickingSettings, SloSettings
-from router.pools.instance_info import InstanceView, Role
+from router.pools.instance_info import Identity, InstanceView, Role
 from router.pools.throughput import ThroughputEstimate, Work
 from router.request.choice_state import Choice
 from tests.router.picking.test_plan import choice, view
@@ -34,10 +36,15 @@ def planned_by_objectives(
     aims: AimSource = AIMS,
     *,
     keeps_place: bool = False,
+    cached: dict[str, int] | None = None,
     **settings: Any,
 ) -> Plan:
     chosen = wanted or choice()
-    criteria = Criteria(aims=aims.of(chosen.request, is_first=True), keeps_place=keeps_place)
+    criteria = Criteria(
+        aims=aims.of(chosen.request, is_first=True),
+        keeps_place=keeps_place,
+        num_cached_tokens=lambda instance: (cached or {}).get(instance.key.address, 0),
+    )
     found = make_plan(
         decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
     )
@@ -86,14 +93,22 @@ def test_a_split_by_objectives_names_both_and_the_work() -> None:
 
 
 def test_by_step_costs_a_context_with_room_for_one_token_only_is_not_split() -> None:
-    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.7 * 4500)
+    busy = ThroughputEstimate(hand_over_per_s=1e6, recent_prefill_per_s=0.9 * 4500)
     decode = measured("decode", num_running=4, throughput=ThroughputEstimate(hand_over_per_s=1e6))
     prefill = [measured("prefill", throughput=busy)]
     for length, is_split in ((4001, False), (4002, True)):
         limited = replace(decode, info=replace(decode.info, max_model_len=length))
         wanted = choice(3900, emitted=100, max_tokens=length - 3900)
         for others in ([], [replace(limited, info=replace(limited.info, max_model_len=64))]):  # cannot get it
-            assert (planned_by_objectives([limited, *others], prefill, wanted).prefill is not None) == is_split
+            for planned in (planned_by_objectives, planned_without):
+                assert (planned([limited, *others], prefill, wanted).prefill is not None) == is_split
+
+
+def test_by_step_costs_only_what_is_not_cached_counts() -> None:
+    decode = [measured("decode", "d0"), measured("decode", "d1", num_uncomputed_tokens=400), measured("decode", "d2")]
+    found = planned_by_objectives(decode, [measured("prefill")], choice(1000), cached={"d1": 900})
+    assert (found.decode.instance_id, found.prefill) == ("d1", None)
+    assert found.work == Work(100, 400)
 
 
 def test_overload_and_its_reason() -> None:
@@ -217,6 +232,23 @@ def test_choices_of_one_request_stay_where_the_first_runs() -> None:
         assert planned_by_objectives(*pools, second).decode.instance_id == "d1"
 
 
+@pytest.mark.parametrize(
+    ("emitted", "num_attempts", "goes_to"),
+    [(0, 0, "d1"), (5, 1, "d0"), (0, 1, "d0")],
+    ids=["shares its blocks", "paused", "failed before its first token"],
+)
+def test_a_further_choice_needs_no_blocks_for_its_prompt_where_the_first_one_runs(
+    emitted: int, num_attempts: int, goes_to: str
+) -> None:
+    used = measured("decode", "d1", free_blocks=30, info={"num_blocks": 100})
+    wanted = choice(1000, emitted)  # 62 blocks
+    wanted.decode_key, wanted.stream_epoch = used.key, num_attempts
+    pools = [measured("decode", "d0"), used], [measured("prefill", num_uncomputed_tokens=9000)]
+    for planned in (planned_by_objectives, planned_without):
+        assert planned(*pools, wanted).decode.instance_id == goes_to
+    assert planned_without(*pools, wanted, mode="never").decode.instance_id == goes_to
+
+
 def test_a_request_that_keeps_its_place_needs_no_further_slot_there() -> None:
     full = measured("decode", "full", num_running=4)
     decode = [replace(full, info=replace(full.info, max_num_seqs=4)), measured("decode", "free")]
@@ -224,12 +256,18 @@ def test_a_request_that_keeps_its_place_needs_no_further_slot_there() -> None:
     moving.decode_key = full.key
     assert planned_by_objectives(decode, [], moving).decode.instance_id == "free"
     assert planned_by_objectives(decode, [], moving, keeps_place=True).decode.instance_id == "full"
+    leaving, busy = replace(measured("decode", "old"), out="draining"), measured("decode", "busy", num_running=9)
+    moving.decode_key = leaving.key
+    elsewhere = planned_by_objectives([leaving, decode[0], busy], [], moving, keeps_place=True)
+    assert elsewhere.decode.instance_id == "busy", "its place is at the instance that it leaves alone"
 
 
 def test_an_instance_without_room_is_no_candidate() -> None:
     small = measured("prefill")
     small = replace(small, info=replace(small.info, num_blocks=10))
     assert planned_by_objectives([measured("decode", num_running=10)], [small]).decode.instance_id == "decode"
+    unknown = replace(small, info=replace(small.info, identity=Identity()))
+    assert planned_by_objectives([measured("decode", num_running=10)], [unknown]).decode.instance_id == "prefill"
 
 
 def test_explain_says_what_is_decided() -> None:
