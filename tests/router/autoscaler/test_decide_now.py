@@ -83,6 +83,37 @@ def test_while_an_instance_is_silent_the_size_grows_or_stays(samples: list[Insta
         assert (decision.new_size, decision.hold) == (size, None)
 
 
+@pytest.mark.parametrize(
+    ("samples", "bounds", "size"),
+    [
+        (running(*[10] * 14), {}, 19),
+        (running(*[10] * 14), {"max_size": 16}, 16),
+        (running(1, 1), {}, 1),
+        (running(1, 1), {"min_size": 2}, 2),
+    ],
+)
+def test_the_demanded_size_is_within_the_bounds_of_its_pool(
+    samples: list[InstanceSample], bounds: dict[str, int], size: int
+) -> None:
+    policy = DecodePolicy(**{"max_size": 64} | bounds)
+    decision = decide_now(pool(*samples, policy=policy), policy, len(samples))
+    assert (decision.new_size, decision.size) == (size, len(samples))
+
+
+@pytest.mark.parametrize(
+    ("samples", "hold"),
+    [
+        (lost(2), "missing"),
+        ([*running(9), instance("late", num_running=9, report_age_s=60.0)], "stale"),
+        ([*running(9), instance("wrong", num_running=-1)], "nonsense"),
+    ],
+)
+def test_an_observation_with_a_problem_keeps_the_size(samples: list[InstanceSample], hold: str) -> None:
+    decision = decided(samples)
+    assert (decision.new_size, decision.hold) == (2, hold)
+    assert decision.reason
+
+
 def young(*loads: int) -> list[InstanceSample]:
     """Warm, and of less than `minReadySeconds` of 40."""
     return [instance(f"young-{index}", up_s=20.0, num_running=load) for index, load in enumerate(loads)]
