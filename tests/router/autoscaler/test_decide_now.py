@@ -123,6 +123,11 @@ def test_load_on_what_is_warm_and_not_counted_yet_makes_the_pool_grow() -> None:
     assert decided([*running(10, 10), *young(9, 9)], 40).new_size == 6
 
 
+def test_load_on_what_is_not_counted_yet_keeps_those_that_are() -> None:
+    assert decided([*running(3, 3), *young(0)], 40).new_size == 1
+    assert decided([*running(3, 3), *young(7)], 40).new_size == 2
+
+
 @pytest.mark.parametrize("num_present", [1, 4])
 def test_where_no_instance_counts_yet_the_size_grows_or_stays(num_present: int) -> None:
     """After a start from none, or of the router: which of them a rollout has added is unknown."""
