@@ -40,6 +40,11 @@ def running(*loads: int) -> list[InstanceSample]:
     return [instance(f"decode-{index}", num_running=load) for index, load in enumerate(loads)]
 
 
+def young(*loads: int) -> list[InstanceSample]:
+    """Warm, and of less than `minReadySeconds` of 40."""
+    return [instance(f"young-{index}", up_s=20.0, num_running=load) for index, load in enumerate(loads)]
+
+
 def lost(number: int) -> list[InstanceSample]:
     return [instance(f"lost-{index}", state="lost", report_age_s=20.0) for index in range(number)]
 
@@ -62,6 +67,15 @@ def test_instances_that_start_count_as_far_as_a_growing_load_needs_them(
     samples: list[InstanceSample], size: int
 ) -> None:
     assert (decided(samples).new_size, decided(samples).hold) == (size, None)
+
+
+@pytest.mark.parametrize(
+    ("samples", "size"), [([*running(9), starting()], 1), (young(10), 1), ([*running(9), *young(9)], 1)]
+)
+def test_the_present_size_is_the_number_of_ready_instances_or_without_any_of_all(
+    samples: list[InstanceSample], size: int
+) -> None:
+    assert decided(samples, 40, queue=QueueSample(num_queued=50, delay_s=1.0)).size == size
 
 
 @pytest.mark.parametrize(
@@ -114,11 +128,6 @@ def test_an_observation_with_a_problem_keeps_the_size(samples: list[InstanceSamp
     assert decision.reason
 
 
-def young(*loads: int) -> list[InstanceSample]:
-    """Warm, and of less than `minReadySeconds` of 40."""
-    return [instance(f"young-{index}", up_s=20.0, num_running=load) for index, load in enumerate(loads)]
-
-
 def test_load_on_what_is_warm_and_not_counted_yet_makes_the_pool_grow() -> None:
     assert decided([*running(10, 10), *young(9, 9)], 40).new_size == 6
 
@@ -126,6 +135,7 @@ def test_load_on_what_is_warm_and_not_counted_yet_makes_the_pool_grow() -> None:
 def test_load_on_what_is_not_counted_yet_keeps_those_that_are() -> None:
     assert decided([*running(3, 3), *young(0)], 40).new_size == 1
     assert decided([*running(3, 3), *young(7)], 40).new_size == 2
+    assert decided([*running(7, 7), *young(7)], 40).new_size == 2, "three would be of a rollout"
 
 
 @pytest.mark.parametrize("num_present", [1, 4])
@@ -156,11 +166,15 @@ def test_a_latency_that_a_pool_misses_makes_it_grow_once_for_the_instances_whose
         assert decide_now(seen, policy, counts.num_present).new_size == 6
 
 
-def test_the_larger_of_both_demands_counts_while_some_are_young() -> None:
+def test_the_larger_of_both_demands_counts_also_while_some_are_young() -> None:
     policy = POLICY.model_copy(update={"min_ready_s": 40.0, "itl_objective_s": 0.05})
-    samples = [*running(10, 10, 10, 10), *young(9)]
-    counts = counts_of(samples, policy)
-    for latency_s, size in ((0.02, 7), (0.125, 10)):
+    for samples, latency_s, size in (
+        ([*running(10, 10, 10, 10), *young(9)], 0.02, 7),
+        ([*running(10, 10, 10, 10), *young(9)], 0.125, 10),
+        (running(10, 10, 10, 10), 0.02, 6),
+        (running(10, 10, 10, 10), 0.125, 10),
+    ):
+        counts = counts_of(samples, policy)
         seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=latency_s)
         assert decide_now(seen, policy, counts.num_present).new_size == size
 
