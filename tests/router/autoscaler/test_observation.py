@@ -283,9 +283,12 @@ async def test_it_sees_the_load_that_instances_report(run: Run) -> None:
         assert observation["prefill"].role == "prefill"
 
 
-async def test_instances_are_cold_at_first(run: Run) -> None:
-    async with run(decode=[idle("decode-0")]) as rig:
-        observation = observer_of(rig).observe({"prefill": 1, "decode": 1})["decode"]
+async def test_instances_are_cold_at_first_for_as_long_as_their_pool_says(run: Run) -> None:
+    prefill = FakeInstance("prefill", behaviour=Behaviour(slots=10))
+    async with run(prefill=[prefill], decode=[idle("decode-0")]) as rig:
+        observations = observer_of(rig, prefill={"warm_up_s": 0.0}).observe({"prefill": 1, "decode": 1})
+        assert observations["prefill"].problem is None
+        observation = observations["decode"]
         assert observation.problem is not None
         assert observation.problem.kind == "missing"
         assert [load.name for load in observation.others] == ["decode-0"]
@@ -415,10 +418,11 @@ def test_the_queue_waits_for_decode_where_prefill_stands_still_for_what_it_holds
     assert not is_for_decode(None, stuck)
 
 
-async def test_queued_requests_wait_for_decode_when_its_slots_are_taken(run: Run) -> None:
+async def test_queued_requests_wait_for_the_pool_that_is_lacking_alone(run: Run) -> None:
     """One slot, one request in it, another one in the queue."""
+    prefill = FakeInstance("prefill", behaviour=Behaviour(slots=10))
     decode = FakeInstance("decode", behaviour=slow(0.05, slots=1))
-    async with run(decode=[decode], admission={"sequence_fraction": 1.0}) as rig:
+    async with run(prefill=[prefill], decode=[decode], admission={"sequence_fraction": 1.0}) as rig:
         observer = observer_of(rig, **COLD_NEVER)
         assert queue_of(rig.app.admission) == EMPTY_QUEUE
         running = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(2)]
@@ -428,7 +432,11 @@ async def test_queued_requests_wait_for_decode_when_its_slots_are_taken(run: Run
         observations = observer.observe({"prefill": 1, "decode": 1})
         assert observations["decode"].queue.num_queued == 1
         assert observations["decode"].queue.delay_s is None  # nothing has ended yet
-        assert observations["prefill"].queue == EMPTY_QUEUE
+        assert (observations["prefill"].queue, observations["prefill"].problem) == (EMPTY_QUEUE, None)
+        admission = rig.app.admission
+        admission.limits = replace(admission.limits, num_prefill_tokens=0, prefilled_by="prefill")
+        observations = observer.observe({"prefill": 1, "decode": 1})
+        assert (observations["prefill"].queue.num_queued, observations["decode"].queue) == (1, EMPTY_QUEUE)
         await asyncio.gather(*running)
         await rig.until_idle(20)
 
