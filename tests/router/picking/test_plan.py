@@ -355,6 +355,16 @@ def test_the_domain_is_explained() -> None:
     assert (part.value, part.weight) == (1.0, 0.5)
 
 
+def test_of_equal_scores_the_picked_instance_is_shown_first() -> None:
+    decode, affinity, shown = [view("decode", f"d{number}") for number in range(3)], Affinity(PickingSettings()), set()
+    for seed in range(20):
+        rng, aims = random.Random(seed), AimSource(SloSettings())
+        explained = explain(decode, [], choice().request, affinity, DisaggregationSettings(), aims, rng)
+        assert [one.picked for one in explained.decode] == [True, False, False]
+        shown.add(explained.decode[0].instance_id)
+    assert len(shown) == 3
+
+
 def test_a_partner_that_may_not_be_picked_is_none() -> None:
     decode = [view("decode", "old"), view("decode", "new", identity=NEW, num_waiting=9)]
     prefill = [view("prefill", "gone", out="draining"), view("prefill", "stays", identity=NEW)]
