@@ -317,6 +317,24 @@ async def test_a_token_of_a_call_ends_a_row_of_failures(run: Run) -> None:
             assert fail(guard, 1)
 
 
+async def test_a_token_gives_the_permit_back_and_clears_a_suspect(run: Run) -> None:
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
+    async with run(prefill=0, decode=2) as rig:
+        safeguards = rig.app.safeguards
+        first, second = (view.key for view in rig.app.pools.decode.views())
+        with Guard(safeguards, choice) as guard:
+            guard.computing(first, "decode")
+            guard.failed(CallFailed(first, "decode", "internal", Unavailable("it broke"), ""))
+            assert safeguards.poison.is_suspect(guard.suspect)
+            assert await guard.wait_permit()
+            await guard.wait_probation(second)
+            guard.computing(second, "decode")
+            assert safeguards.budget.num_under_way == 1
+            guard.token()
+            assert safeguards.budget.num_under_way == 0
+            assert not safeguards.poison.is_suspect(guard.suspect)
+
+
 async def test_a_process_that_has_left_its_pool_counts_for_the_pool_that_was_called(run: Run) -> None:
     """Another process may answer at its address before the failure of the call is handled."""
     gone = InstanceKey("127.0.0.1:1", "earlier")
