@@ -15,7 +15,7 @@ from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from router.resilience.retry import CallFailed
+from router.resilience.retry import CallFailed, Death, FailureKind
 from router.resilience.safeguards import EjectionSettings, Guard, OutlierDetection
 from serving.errors import Aborted, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
@@ -315,6 +315,33 @@ async def test_a_token_of_a_call_ends_a_row_of_failures(run: Run) -> None:
             guard.token()
             assert not fail(guard, 4)
             assert fail(guard, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "death", "is_computing", "is_suspect"),
+    [
+        ("broken", "vanished", True, True),
+        ("broken", "vanished", False, False),
+        ("broken", None, True, False),
+        ("internal", None, True, True),
+        ("refused", None, True, False),
+    ],
+)
+async def test_a_request_is_a_suspect_of_the_death_of_what_computed_it(
+    run: Run, kind: FailureKind, death: Death | None, is_computing: bool, is_suspect: bool
+) -> None:
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
+    async with run(prefill=0, decode=2) as rig:
+        safeguards = rig.app.safeguards
+        first, second = (view.key for view in rig.app.pools.decode.views())
+        with Guard(safeguards, choice) as guard:
+            assert await guard.wait_permit()
+            guard.computing(first if is_computing else second, "decode")
+            failure = CallFailed(first, "decode", kind, Unavailable("gone"), "", death=death)
+            guard.failed(failure)
+            assert (not safeguards.poison.is_empty and safeguards.poison.is_suspect(guard.suspect)) == is_suspect
+            assert await guard.rejection(failure) is None
+            assert safeguards.budget.num_under_way == 0, "before the next attempt"
 
 
 async def test_a_token_gives_the_permit_back_and_clears_a_suspect(run: Run) -> None:
