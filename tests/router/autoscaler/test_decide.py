@@ -1,4 +1,4 @@
-"""The next sizes: one pool's figures, each protection, what holds for every load; and both pools' together."""
+"""The next size of one pool: its figures, each protection, and what holds for every load."""
 
 from __future__ import annotations
 
