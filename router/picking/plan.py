@@ -156,8 +156,7 @@ def _by_step_costs(
     """The best place among `views`. None: none has room, or none reports what its steps cost."""
     if criteria.aims is None:
         return None
-    able = [view for view in views if picker.rejection(view, filters) is None]
-    views = [view for view in able if _keeps_place(choice, view, criteria) or has_place(view, choice.num_tokens)]
+    views = [view for view in views if picker.rejection(view, filters) is None and _has_place(choice, view, criteria)]
     kept = {choice.decode_key, choice.prefill_key}  # where the prompt has just run
     if any(view.key == choice.decode_key for view in views):
         views = [view for view in views if view.key in kept]
@@ -175,17 +174,18 @@ def _where_it_has_place(
 ) -> Sequence[InstanceView]:
     """`views`; without those that have no place if the instance that it prefers is one, and another has a place."""
     kept = next((view for view in views if view.key == choice.decode_key), None)
-    if kept is None or _keeps_place(choice, kept, criteria):
+    if kept is None or _has_place(choice, kept, criteria) or picker.rejection(kept, filters) is not None:
         return views
-    num_tokens = choice.num_tokens if choice.num_emitted else 0  # a further choice shares the first one's blocks
-    if has_place(kept, num_tokens) or picker.rejection(kept, filters) is not None:
-        return views
-    able = [view for view in views if picker.rejection(view, filters) is None and has_place(view, choice.num_tokens)]
+    able = [view for view in views if picker.rejection(view, filters) is None and _has_place(choice, view, criteria)]
     return able or views
 
 
-def _keeps_place(choice: Choice, view: InstanceView, criteria: Criteria) -> bool:
-    return criteria.keeps_place and view.key == choice.decode_key
+def _has_place(choice: Choice, view: InstanceView, criteria: Criteria) -> bool:
+    """Whether there is a place for the choice. A further one shares the blocks of the prompt that the first one has."""
+    if view.key != choice.decode_key:
+        return has_place(view, choice.num_tokens)
+    is_further = not (choice.stream_epoch or choice.num_emitted)
+    return criteria.keeps_place or has_place(view, 0 if is_further else choice.num_tokens)
 
 
 def _without_prefill(plan: Plan) -> Plan:

@@ -15,6 +15,7 @@ from engine.scheduling.step_budget import (
     PACE,
     Prompt,
     Stream,
+    entering_bound,
     entering_tokens,
     late,
     may_begin,
@@ -57,7 +58,7 @@ def test_steps_that_no_prompt_needs_longer_leave_room_in_the_objective() -> None
     assert step_s(0.006) == pytest.approx(ITL_S, abs=1 / 4500), "never longer than the objective"
 
 
-@pytest.mark.parametrize(("prefill_per_s", "step_s"), [(500, 0.5 * ITL_S), (2200, None), (4000, ITL_S)])
+@pytest.mark.parametrize(("prefill_per_s", "step_s"), [(500, 0.5 * ITL_S), (2400, None), (3000, ITL_S), (4000, ITL_S)])
 def test_unhurried_steps_are_long_enough_for_half_as_many_prompts_again(
     prefill_per_s: float, step_s: float | None
 ) -> None:
@@ -67,7 +68,8 @@ def test_unhurried_steps_are_long_enough_for_half_as_many_prompts_again(
         assert chosen == int((step_s - cost.seconds(2)) * 4500)
     else:
         per_s = chosen / cost.seconds(2, chosen)
-        assert per_s == pytest.approx(1.5 * prefill_per_s, rel=0.05)
+        assert per_s == pytest.approx(1.5 * prefill_per_s, rel=0.02)
+        assert chosen > int((0.5 * ITL_S - cost.seconds(2)) * 4500)
 
 
 def test_an_unhurried_step_has_tokens_where_half_of_the_objective_has_none() -> None:
@@ -83,6 +85,7 @@ def test_steps_beside_streams_that_are_ahead_are_as_long_as_prompts_need_them() 
     chosen = budget(ahead, [Prompt(1500, 0.55)])
     assert unhurried < chosen < longest
     assert budget(ahead, [Prompt(500, 0.55), Prompt(1000, 0.55)]) == chosen, "with what is before it"
+    assert budget(ahead, [Prompt(1500, 0.55), Prompt(10, 10.0)]) == chosen, "whatever time those behind it have"
     assert budget(ahead, [Prompt(10, math.inf)]) == longest, "without an objective of its own it takes what it can get"
     assert prompt_budget(COST, ahead, 2, [Prompt(1500, 1.0)], MAX, are_late=True) == longest, "beside late ones too"
 
@@ -124,6 +127,8 @@ def test_streams_that_can_catch_up_are_not_held_up_by_a_few_tokens() -> None:
     assert budget([Stream(0.018, 0.0142)], cost=cost) == 18
     assert budget([Stream(0.012, 0.0)], cost=cost) == MIN_TOKENS, "a step with so many is never short enough"
     assert budget([Stream(0.009, -0.1)], cost=cost) == MIN_TOKENS, "they cannot: prompts must get on all the same"
+    slow = StepCost(0.0085, 0.0, 0.00005)
+    assert budget([Stream(0.012, -0.1)], cost=slow) == MIN_TOKENS, "nor where 16 tokens fit into their objective"
 
 
 def test_without_an_objective_or_a_measured_cost_nothing_is_bounded() -> None:
@@ -138,6 +143,8 @@ def test_streams_that_cannot_meet_the_objective_still_leave_some_tokens() -> Non
 
 def test_a_stream_that_is_lost_does_not_shorten_steps() -> None:
     assert budget([Stream(ITL_S, -0.3), Stream(ITL_S, 1.0)]) == budget([Stream(ITL_S, 1.0), Stream(ITL_S, 1.0)])
+    lost, hurried = [Stream(ITL_S, -0.3), Stream(2 * ITL_S, -0.3)], [Prompt(9000, math.inf)]
+    assert budget(lost, hurried) == budget([Stream(ITL_S, 1.0)] * 2, hurried), "all of them: steps stay bounded"
 
 
 def test_a_prompt_waits_while_it_can_and_then_gets_all_that_it_needs() -> None:
@@ -152,10 +159,11 @@ def test_a_prompt_waits_while_it_can_and_then_gets_all_that_it_needs() -> None:
 
 def test_full_speed_costs_no_more_streams_than_it_saves_prompts() -> None:
     prompt, far_ahead, lost = Prompt(1500, 0.4), Stream(ITL_S, 1.0), Stream(ITL_S, -0.5)
+    soon_back = Stream(ITL_S, 0.2)  # not later than 0.2 s after a step of 0.34 s
     two = [Stream(ITL_S, 0.0)] * 2
     assert budget(two, [prompt]) == budget(two)
     assert budget(two, [Prompt(700, 0.18), Prompt(800, 0.4)]) == 1500, "two prompts for two streams"
-    for spared in (far_ahead, lost):
+    for spared in (far_ahead, lost, soon_back):
         assert budget([two[0], spared], [prompt]) == 1500
 
 
@@ -164,6 +172,8 @@ def test_streams_take_half_of_what_the_objective_leaves_and_beside_late_prompts_
     room_s = ITL_S - COST.base_s
     assert allowed == list(range(int(room_s / 2 / COST.per_stream_s)))
     assert [n for n in allowed if may_begin(COST, ITL_S, n, is_late=True)] == list(range(3))
+    slow = StepCost(0.0108, 0.0009, 1 / 4500)  # one stream holds the objective, two do not
+    assert [may_begin(slow, ITL_S, n, is_late=False) for n in range(3)] == [True, False, False]
 
 
 @given(costs, st.floats(0.001, 0.2), st.integers(0, 40), st.booleans())
@@ -227,10 +237,12 @@ def test_only_prompts_with_an_objective_are_late(cost: StepCost, streams: list[S
     assert all(prompts[index].left_s < math.inf for index in late(cost, len(streams), prompts, MAX))
 
 
-def test_the_prompt_that_does_not_fit_is_late_and_not_those_behind_it() -> None:
-    queue = [Prompt(2000, 1.0), Prompt(8000, 1.0), Prompt(1000, 1.0)]
-    assert list(late(COST, 0, queue, MAX)) == [1]
+@pytest.mark.parametrize(("last", "found"), [(2000, [1]), (2600, [1, 2])], ids=["fits", "fits only alone"])
+def test_the_prompt_that_does_not_fit_is_late_and_not_those_behind_it(last: int, found: list[int]) -> None:
+    queue = [Prompt(2000, 1.0), Prompt(8000, 1.0), Prompt(last, 1.0)]
+    assert list(late(COST, 0, queue, MAX)) == found
     assert list(late(None, 0, queue, MAX)) == []
+    assert list(late(StepCost(1.0, 0.001, 0.0), 0, queue, MAX)) == [], "no step had prompt tokens yet"
 
 
 def test_slack_is_what_a_steady_pace_leaves() -> None:
@@ -262,6 +274,23 @@ def test_prompts_that_enter_lengthen_the_step_of_streams_by_a_quarter() -> None:
     assert entering_tokens(StepCost(0.020, 0.001, 0.0), 4, 100) == MIN_TOKENS, "no step had prompt tokens yet"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "bound"),
+    [
+        ([], None),
+        ([(60, True), (40, True)], 60),
+        ([(60, True), (40, False)], None),
+        ([(4 * MAX, True), (4 * MAX, True)], MAX),
+        ([(4 * MAX, True), (4 * MAX + 1, True)], None),
+    ],
+    ids=["none", "entering", "another one", "eight steps", "more than eight steps"],
+)
+def test_prompts_that_enter_are_bounded_while_there_are_no_others_and_not_too_many(
+    prompts: list[tuple[int, bool]], bound: int | None
+) -> None:
+    assert entering_bound(StepCost(0.020, 0.001, 0.0001), 4, prompts, MAX) == bound
+
+
 @given(costs | st.none(), st.integers(1, 8), st.integers(1, 400))
 def test_no_backlog_of_entering_prompts_grows(cost: StepCost | None, num_streams: int, arriving: int) -> None:
     left = 0
@@ -278,6 +307,7 @@ def test_urgent_prompts_exceed_the_pace_of_entering_ones() -> None:
     assert prompt_budget(COST, [], 1, [Prompt(500, 0.13)], MAX, calm) == 500
     assert prompt_budget(COST, [Stream(ITL_S, 0.0)], 1, [], MAX, MAX) == budget([Stream(ITL_S, 0.0)])
     assert prompt_budget(None, ahead, 1, [Prompt(500, 0.13)], MAX, calm) == calm
+    assert prompt_budget(None, ahead, 1, [Prompt(500, 0.13)], MAX, 2 * MAX) == MAX
 
 
 @given(costs, st.integers(0, 200), st.floats(1, 10))
@@ -286,11 +316,13 @@ def test_a_stretched_step_is_as_long_as_asked_for_or_takes_the_least_prompt_toke
 ) -> None:
     num_tokens = stretched_tokens(cost, num_streams, 1, stretch)
     assert num_tokens is not None
+    assert num_tokens >= MIN_TOKENS
     assert (
         num_tokens == MIN_TOKENS or cost.seconds(num_streams, num_tokens) <= stretch * cost.seconds(num_streams) * 1.001
     )
     assert cost.seconds(num_streams, num_tokens + 1) >= stretch * cost.seconds(num_streams) * 0.999
     assert stretched_tokens(None, num_streams, 1, stretch) is None
+    assert stretched_tokens(StepCost(0.01, 0.001, 0.0), num_streams, 1, stretch) is None
 
 
 @given(costs, st.integers(0, 200), st.floats(1, 10), st.integers(2, 100))

@@ -1,4 +1,4 @@
-"""The next sizes: one pool's figures, each protection, what holds for every load; and both pools' together."""
+"""The next size of one pool: its figures, each protection, and what holds for every load."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.autoscaler import decide as decide_module
-from router.autoscaler.decide import History, ScaleDecision, balance, observed
+from router.autoscaler.decide import History, ScaleDecision, observed
 from router.autoscaler.observation import PoolObservation
 from router.autoscaler.router_signals import QueueSample
-from router.autoscaler.settings import AutoscalerSettings, PoolPolicy
-from router.pools.instance_info import Role
+from router.autoscaler.settings import PoolPolicy
 from tests.router.autoscaler.builders import (
     INTERVAL_S,
     LONG_AGO,
@@ -26,7 +25,6 @@ from tests.router.autoscaler.builders import (
     policy_of,
     pool,
     pool_of,
-    settings_of,
     starting,
 )
 
@@ -61,7 +59,8 @@ def steady(size: int, **fields: Any) -> Callable[[float], PoolObservation]:
     ],
 )
 def test_the_pool_grows_to_what_brings_its_load_to_target(running: int, size: int, grown: int) -> None:
-    assert decided(steady(size, num_running=running)).new_size == grown
+    decision = decided(steady(size, num_running=running))
+    assert (decision.new_size, decision.desired) == (grown, grown)
 
 
 def test_a_step_at_most_doubles_and_at_least_halves() -> None:
@@ -121,8 +120,9 @@ def test_a_lull_that_does_not_last_changes_nothing() -> None:
     observations = for_minutes(steady(2))
     observations[10] = pool_of(2, at_s=observations[10].at_s, num_running=7)
     assert decide(observations, policy_of(), LONG_AGO, STALE_S).hold is None  # it was more than five minutes ago
-    observations[20] = pool_of(2, at_s=observations[20].at_s, num_running=7)
-    assert decide(observations, policy_of(), LONG_AGO, STALE_S).hold == "window"
+    for needed in (5, 7):  # needs two, and three
+        observations[20] = pool_of(2, at_s=observations[20].at_s, num_running=needed)
+        assert decide(observations, policy_of(), LONG_AGO, STALE_S).hold == "window"
 
 
 def test_the_survivor_cannot_carry_it_so_the_pool_does_not_oscillate_between_two_and_one() -> None:
@@ -130,8 +130,11 @@ def test_the_survivor_cannot_carry_it_so_the_pool_does_not_oscillate_between_two
     decision = decided(steady(2, num_running=4))
     assert (decision.new_size, decision.hold) == (2, "steady")
     assert "as few as possible: load 0.4 (target 0.75, would be 0.4 with 2)" in decision.reason
+    assert decided(steady(4, num_running=5)).desired == 4  # three would hold the target, and not with room left
     assert decided(steady(1, num_running=8)).new_size == 2
-    assert decided(steady(2, num_running=3)).new_size == 1  # 0.6 = 0.8 of the target: it carries that
+    fewer = decided(steady(2, num_running=3))
+    assert fewer.new_size == 1  # 0.6 = 0.8 of the target: it carries that
+    assert fewer.reason == "fewer are enough: load 0.3 (target 0.75, would be 0.6 with 1)"
 
 
 @given(
@@ -196,6 +199,9 @@ def test_a_silent_instance_blocks_scaling_in_while_its_load_is_not_known() -> No
     assert decided(observation).new_size == 2
     assert "1 instances are silent" in decided(observation).reason
     assert decided(lambda at_s: observation(at_s, 1000.0)).new_size == 1
+    observations = for_minutes(lambda at_s: observation(at_s, 1000.0))
+    observations[-20] = observation(observations[-20].at_s)
+    assert decide(observations, policy_of(), LONG_AGO, STALE_S).hold == "window", "it was silent a while ago"
 
 
 def test_held_kv_is_not_taken_for_prefill_load() -> None:
@@ -257,7 +263,11 @@ def test_a_second_change_of_direction_waits_unless_it_is_urgent() -> None:
     just_shrunk = History(NOW_S - 60, NOW_S - 60, "in", reversed_s=NOW_S - 60)
     assert decided(steady(2, num_running=8), just_shrunk).hold == "direction"
     assert decided(steady(2, num_running=10, num_waiting=1), just_shrunk).new_size == 4
-    assert decided(steady(2, num_running=8), replace(just_shrunk, reversed_s=NOW_S - 300)).new_size == 3
+    for other in ({"reversed_s": NOW_S - 300}, {"reversed_s": None}, {"direction": "out"}):
+        assert decided(steady(2, num_running=8), replace(just_shrunk, **other)).new_size == 3
+    observations = for_minutes(steady(2, num_running=8))
+    observations[-1] = pool_of(2, num_running=10, num_waiting=1)
+    assert decide(observations, policy_of(), just_shrunk, STALE_S).hold == "direction", "urgent for too short a time"
 
 
 def test_a_size_outside_of_the_bounds_comes_back_by_steps() -> None:
@@ -269,6 +279,7 @@ def test_a_size_outside_of_the_bounds_comes_back_by_steps() -> None:
 def test_at_its_bounds_it_says_so() -> None:
     assert decided(steady(2, num_running=10), max_size=2).hold == "at_bound"
     assert decided(steady(2), min_size=2).hold == "steady"
+    assert decided(steady(8), min_size=6).new_size == 6
 
 
 def test_a_pool_that_an_operator_has_set_to_0_stays_there() -> None:
@@ -357,133 +368,3 @@ def test_after_an_external_change_the_direction_is_open() -> None:
     theirs = History(0.0).after(5.0, "out").after(7.0, "in").after_external_change(8.0)
     assert theirs == History(8.0, 8.0, None, None)
     assert theirs.after(9.0, "out").reversed_s is None
-
-
-# Both pools together
-
-
-def wants(role: Role, size: int, new_size: int) -> ScaleDecision:
-    return ScaleDecision(role, 0.0, size, new_size, new_size, "steady" if size == new_size else None, "as it is")
-
-
-def balanced(
-    prefill: tuple[int, int], decode: tuple[int, int], settings: AutoscalerSettings, num_ending: int = 0
-) -> tuple[ScaleDecision, ScaleDecision]:
-    return balance(wants("prefill", *prefill), wants("decode", *decode), num_ending, settings)
-
-
-def sizes(decisions: tuple[ScaleDecision, ScaleDecision]) -> tuple[int, int]:
-    prefill, decode = decisions
-    return prefill.new_size, decode.new_size
-
-
-def test_without_a_budget_both_get_what_they_want() -> None:
-    wanted = wants("prefill", 1, 2), wants("decode", 4, 8)
-    assert balance(*wanted, 0, settings_of()) == wanted
-
-
-def test_the_budget_goes_to_the_pool_that_is_worst_off() -> None:
-    _, decode = both = balanced((2, 4), (2, 3), settings_of(max_instances=5))
-    assert sizes(both) == (3, 2)
-    assert decode.hold == "budget"
-    assert decode.reason == "as it is; 5 instances are allowed in both pools together"
-    assert sizes(balanced((2, 4), (2, 3), settings_of(max_instances=6))) == (3, 3)
-    assert sizes(balanced((2, 4), (2, 4), settings_of(max_instances=5))) == (2, 3)
-
-
-def test_a_rebalance_beyond_the_total_budget_takes_two_steps() -> None:
-    """What one pool gives up still runs, drains, and holds its place, until it has ended."""
-    settings = settings_of(max_instances=6)
-    _, decode = both = balanced((2, 1), (4, 5), settings)
-    assert sizes(both) == (1, 4)
-    assert decode.hold == "budget"
-    assert sizes(balanced((1, 1), (4, 5), settings, num_ending=1)) == (1, 4)
-    assert sizes(balanced((1, 1), (4, 5), settings)) == (1, 5)
-
-
-def test_processes_that_start_take_places_and_are_no_reason_to_hold_what_is_ordered() -> None:
-    settings = settings_of(max_instances=5)
-    wanted = wants("prefill", 1, 1), wants("decode", 2, 4)
-    assert sizes(balance(*wanted, 0, settings, (1, 4))) == (1, 4)
-    assert sizes(balance(*wanted, 0, settings, (3, 2))) == (1, 2)
-    assert sizes(balance(*wanted, 1, settings, (1, 4))) == (1, 4)
-
-
-def test_the_additional_process_of_a_rollout_is_kept_by_no_order() -> None:
-    settings = settings_of(max_instances=8)
-    assert sizes(balance(wants("prefill", 4, 4), wants("decode", 4, 5), 0, settings, (4, 5))) == (4, 4)
-    assert sizes(balance(wants("prefill", 4, 4), wants("decode", 3, 4), 1, settings, (4, 4))) == (4, 4)
-
-
-def test_a_process_that_a_rollout_has_just_replaced_counts_in_the_ratio() -> None:
-    settings = settings_of(max_ratio=1.0)
-    assert sizes(balance(wants("prefill", 4, 5), wants("decode", 3, 4), 1, settings, (4, 4))) == (4, 4)
-
-
-def test_a_pool_that_still_starts_may_grow_towards_the_ratio() -> None:
-    settings = settings_of(min_ratio=1.0)
-    assert sizes(balance(wants("prefill", 1, 3), wants("decode", 4, 4), 0, settings, (4, 4))) == (3, 4)
-
-
-def test_a_drifting_ratio_of_prefill_to_decode_is_stopped_at_its_bounds() -> None:
-    settings = settings_of(min_ratio=0.5, max_ratio=2.0)
-    assert sizes(balanced((2, 4), (1, 1), settings)) == (2, 1)
-    held, _ = balanced((2, 4), (1, 1), settings)
-    assert (held.hold, held.reason) == (
-        "ratio",
-        "as it is; the ratio of prefill to decode must stay within 0.5..2",
-    )
-    assert sizes(balanced((2, 4), (1, 2), settings)) == (4, 2)
-    assert sizes(balanced((2, 1), (4, 4), settings)) == (2, 4)
-
-
-def test_a_pair_that_is_balanced_again_gives_each_reason_once() -> None:
-    settings = settings_of(max_ratio=1.5)
-    prefill, decode = balanced((3, 6), (2, 3), settings)
-    assert (prefill.new_size, decode.new_size) == (4, 3)
-    prefill, decode = balance(prefill, decode.held("no_room", "no node takes 1 of 3 pods"), 0, settings)
-    assert (prefill.new_size, prefill.hold) == (3, "ratio")
-    assert prefill.reason == "as it is; the ratio of prefill to decode must stay within 0..1.5"
-
-
-def test_a_ratio_that_has_drifted_may_go_back_and_no_further() -> None:
-    settings = settings_of(max_ratio=1.0)
-    assert sizes(balanced((4, 3), (1, 1), settings)) == (3, 1)
-    assert sizes(balanced((4, 5), (1, 1), settings)) == (4, 1)
-    assert sizes(balanced((4, 4), (1, 2), settings)) == (4, 2)
-
-
-def test_a_change_that_is_allowed_in_part_goes_as_far_as_it_may() -> None:
-    less, _ = balanced((1, 4), (2, 2), settings_of(max_ratio=1.0))
-    assert (less.new_size, less.hold, less.desired) == (2, None, 4)
-
-
-SIZES = st.integers(1, 12)
-
-
-@given(
-    prefill=st.tuples(SIZES, SIZES),
-    decode=st.tuples(SIZES, SIZES),
-    num_ending=st.integers(0, 3),
-    budget=st.none() | st.integers(2, 24),
-    ratios=st.none() | st.tuples(st.floats(0.1, 1.0), st.floats(1.0, 10.0)),
-)
-def test_never_beyond_the_budget_nor_out_of_ratio_nor_past_what_is_wanted(
-    prefill: tuple[int, int],
-    decode: tuple[int, int],
-    num_ending: int,
-    budget: int | None,
-    ratios: tuple[float, float] | None,
-) -> None:
-    low, high = ratios or (None, None)
-    policy: AutoscalerSettings = settings_of(max_instances=budget, min_ratio=low, max_ratio=high)
-    decisions = balanced(prefill, decode, policy, num_ending)
-    for decision, (size, wanted) in zip(decisions, (prefill, decode), strict=True):
-        assert min(size, wanted) <= decision.new_size <= max(size, wanted)
-        assert (decision.hold is None) == (decision.new_size != size)
-    if budget is not None and any(one.direction == "out" for one in decisions):
-        running = max(sizes(decisions)[0], prefill[0]) + max(sizes(decisions)[1], decode[0]) + num_ending
-        assert running <= budget
-    if ratios is not None:
-        assume(ratios[0] <= prefill[0] / decode[0] <= ratios[1])
-        assert ratios[0] <= sizes(decisions)[0] / sizes(decisions)[1] <= ratios[1]

@@ -40,6 +40,11 @@ def running(*loads: int) -> list[InstanceSample]:
     return [instance(f"decode-{index}", num_running=load) for index, load in enumerate(loads)]
 
 
+def young(*loads: int) -> list[InstanceSample]:
+    """Warm, and of less than `minReadySeconds` of 40."""
+    return [instance(f"young-{index}", up_s=20.0, num_running=load) for index, load in enumerate(loads)]
+
+
 def lost(number: int) -> list[InstanceSample]:
     return [instance(f"lost-{index}", state="lost", report_age_s=20.0) for index in range(number)]
 
@@ -65,6 +70,15 @@ def test_instances_that_start_count_as_far_as_a_growing_load_needs_them(
 
 
 @pytest.mark.parametrize(
+    ("samples", "size"), [([*running(9), starting()], 1), (young(10), 1), ([*running(9), *young(9)], 1)]
+)
+def test_the_present_size_is_the_number_of_ready_instances_or_without_any_of_all(
+    samples: list[InstanceSample], size: int
+) -> None:
+    assert decided(samples, 40, queue=QueueSample(num_queued=50, delay_s=1.0)).size == size
+
+
+@pytest.mark.parametrize(
     ("samples", "size"),
     [
         ([*running(7), *lost(1)], None),
@@ -83,13 +97,45 @@ def test_while_an_instance_is_silent_the_size_grows_or_stays(samples: list[Insta
         assert (decision.new_size, decision.hold) == (size, None)
 
 
-def young(*loads: int) -> list[InstanceSample]:
-    """Warm, and of less than `minReadySeconds` of 40."""
-    return [instance(f"young-{index}", up_s=20.0, num_running=load) for index, load in enumerate(loads)]
+@pytest.mark.parametrize(
+    ("samples", "bounds", "size"),
+    [
+        (running(*[10] * 14), {}, 19),
+        (running(*[10] * 14), {"max_size": 16}, 16),
+        (running(1, 1), {}, 1),
+        (running(1, 1), {"min_size": 2}, 2),
+    ],
+)
+def test_the_demanded_size_is_within_the_bounds_of_its_pool(
+    samples: list[InstanceSample], bounds: dict[str, int], size: int
+) -> None:
+    policy = DecodePolicy(**{"max_size": 64} | bounds)
+    decision = decide_now(pool(*samples, policy=policy), policy, len(samples))
+    assert (decision.new_size, decision.size) == (size, len(samples))
+
+
+@pytest.mark.parametrize(
+    ("samples", "hold"),
+    [
+        (lost(2), "missing"),
+        ([*running(9), instance("late", num_running=9, report_age_s=60.0)], "stale"),
+        ([*running(9), instance("wrong", num_running=-1)], "nonsense"),
+    ],
+)
+def test_an_observation_with_a_problem_keeps_the_size(samples: list[InstanceSample], hold: str) -> None:
+    decision = decided(samples)
+    assert (decision.new_size, decision.hold) == (2, hold)
+    assert decision.reason
 
 
 def test_load_on_what_is_warm_and_not_counted_yet_makes_the_pool_grow() -> None:
     assert decided([*running(10, 10), *young(9, 9)], 40).new_size == 6
+
+
+def test_load_on_what_is_not_counted_yet_keeps_those_that_are() -> None:
+    assert decided([*running(3, 3), *young(0)], 40).new_size == 1
+    assert decided([*running(3, 3), *young(7)], 40).new_size == 2
+    assert decided([*running(7, 7), *young(7)], 40).new_size == 2, "three would be of a rollout"
 
 
 @pytest.mark.parametrize("num_present", [1, 4])
@@ -120,11 +166,15 @@ def test_a_latency_that_a_pool_misses_makes_it_grow_once_for_the_instances_whose
         assert decide_now(seen, policy, counts.num_present).new_size == 6
 
 
-def test_the_larger_of_both_demands_counts_while_some_are_young() -> None:
+def test_the_larger_of_both_demands_counts_also_while_some_are_young() -> None:
     policy = POLICY.model_copy(update={"min_ready_s": 40.0, "itl_objective_s": 0.05})
-    samples = [*running(10, 10, 10, 10), *young(9)]
-    counts = counts_of(samples, policy)
-    for latency_s, size in ((0.02, 7), (0.125, 10)):
+    for samples, latency_s, size in (
+        ([*running(10, 10, 10, 10), *young(9)], 0.02, 7),
+        ([*running(10, 10, 10, 10), *young(9)], 0.125, 10),
+        (running(10, 10, 10, 10), 0.02, 6),
+        (running(10, 10, 10, 10), 0.125, 10),
+    ):
+        counts = counts_of(samples, policy)
         seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=latency_s)
         assert decide_now(seen, policy, counts.num_present).new_size == size
 

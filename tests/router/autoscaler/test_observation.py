@@ -23,6 +23,8 @@ from router.autoscaler.observation import (
     InstanceSample,
     Observer,
     Problem,
+    ProcessCounts,
+    counts_of,
     is_for_decode,
     lacking_pool,
     observe,
@@ -67,8 +69,11 @@ def test_a_look_tells_what_each_instance_carries() -> None:
 
 
 def test_tokens_at_an_instance_of_unknown_speed_go_by_the_others_speed() -> None:
-    first, second = pool(instance("a", speed=2000.0), instance("b", speed=None, num_waiting_tokens=1000)).warm
+    unknown = instance("b", speed=None, num_waiting_tokens=1000)
+    first, second, _ = pool(instance("a", speed=3000.0), unknown, instance("c", speed=1000.0)).warm
     assert (first.waiting_s, second.waiting_s) == (0.0, 0.5)
+    own, _ = pool(instance("a", speed=2000.0, num_waiting_tokens=1000), instance("b", speed=500.0)).warm
+    assert own.waiting_s == 0.5
     [alone] = pool(instance(speed=None, num_waiting_tokens=1000)).warm
     assert alone.waiting_s is None
     assert pool(instance(speed=None)).warm[0].waiting_s == 0.0
@@ -83,16 +88,30 @@ def test_samples_of_an_instance_that_is_still_warming_up_are_no_reason_to_grow()
 
 
 def test_draining_and_ejected_instances_carry_load_and_are_no_warm_ones() -> None:
-    observation = pool(
-        instance("a"), instance("b", state="draining"), instance("c", out="ejected for 9 s more"), size=2
-    )
+    lost, ejected = instance("d", state="lost", num_running=9), instance("c", out="ejected for 9 s more")
+    observation = pool(instance("a"), instance("b", state="draining"), ejected, lost, size=2)
     assert [load.name for load in observation.warm] == ["a"]
     assert [load.name for load in observation.others] == ["b", "c"]
     assert observation.num_ending == 1
 
 
+@pytest.mark.parametrize(
+    ("sample", "is_ejected"),
+    [
+        (instance(), False),
+        (instance(out="ejected for 9 s more"), True),
+        (instance(state="draining", out="draining"), False),
+        (InstanceSample("a", "ready", 0.1, None), False),
+        (starting(), False),
+    ],
+)
+def test_an_ejected_instance_is_ready_and_out(sample: InstanceSample, is_ejected: bool) -> None:
+    assert sample.is_ejected == is_ejected
+
+
 def test_what_is_to_go_and_has_not_begun_to_counts_as_ending() -> None:
-    assert pool(instance("a"), instance("b"), instance("c"), size=1).num_ending == 2
+    observation = pool(instance("a"), instance("b"), instance("c"), size=1)
+    assert (observation.num_ending, observation.num_pending) == (2, 0)
 
 
 def test_instances_that_end_count_whatever_the_others_report() -> None:
@@ -100,6 +119,12 @@ def test_instances_that_end_count_whatever_the_others_report() -> None:
     assert observation.problem is not None
     assert observation.problem.kind == "nonsense"
     assert observation.num_ending == 2
+
+
+def test_processes_that_end_are_neither_ready_nor_present() -> None:
+    ending = [instance("d", state="draining"), instance("e", state="leaving")]
+    samples = [instance("a"), instance("b", up_s=1.0), starting("c"), *ending]
+    assert counts_of(samples, policy_of()) == ProcessCounts(num_ready=1, num_present=3, num_ending=2)
 
 
 @pytest.mark.parametrize("num_waiting", [0, -3], ids=["valid", "nonsense"])
@@ -122,7 +147,9 @@ def test_an_instance_that_was_never_heard_of_is_pending_and_not_silent() -> None
 def test_what_a_silent_instance_carries_is_not_known_for_a_while(state: State) -> None:
     policy: PoolPolicy = policy_of(start_timeout_s=60.0)
     assert pool(instance("a"), instance("b", state=state, report_age_s=20.0), policy=policy).num_silent == 1
-    assert pool(instance("a"), instance("b", state=state, report_age_s=61.0), policy=policy).num_silent == 0
+    long_silences: tuple[dict[str, Any], ...] = ({"report_age_s": 61.0}, {"core_silence_s": 61.0})
+    for silence in long_silences:
+        assert pool(instance("a"), instance("b", state=state, **silence), policy=policy).num_silent == 0
 
 
 def test_a_pool_without_reports_decides_nothing() -> None:
@@ -132,8 +159,8 @@ def test_a_pool_without_reports_decides_nothing() -> None:
 
 
 def test_a_stale_report_decides_nothing() -> None:
-    problem = pool(instance("a"), instance("b", report_age_s=13.0)).problem
-    assert problem == Problem("stale", "b reported 13.0 s ago, 12 s are too long")
+    instances = instance("a"), instance("b", report_age_s=14.0), instance("c", report_age_s=13.0)
+    assert pool(*instances).problem == Problem("stale", "b reported 14.0 s ago, 12 s are too long")
     assert pool(instance(report_age_s=math.nan)).problem is not None
 
 
@@ -150,6 +177,7 @@ def test_a_number_that_is_not_finite_decides_nothing(nonsense: float) -> None:
         pool(instance(step_s=nonsense)),
         pool(instance(core_silence_s=nonsense)),
         pool(instance(speed=nonsense, num_waiting_tokens=10)),
+        pool(instance(speed=5e-324, num_waiting_tokens=10)),  # for ever, or longer than a number says
         pool(instance(), latency_s=nonsense),
         pool(instance(), queue=QueueSample(1, nonsense)),
         pool(instance("a"), instance("cold", up_s=0.0, step_s=nonsense)),
@@ -167,6 +195,7 @@ def test_an_instance_that_does_not_tell_what_it_can_run_decides_nothing() -> Non
     problem = pool(instance(num_seqs=0)).problem
     assert problem is not None
     assert problem.message == "decode-0 reports max_num_seqs = 0, which must be positive"
+    assert pool(instance(num_seqs=1)).problem is None
 
 
 def test_held_kv_is_no_prefill_load() -> None:
@@ -183,11 +212,16 @@ def test_a_prefill_queue_that_stands_still_for_held_kv_is_no_prefill_load() -> N
     [load] = observation.warm
     assert load.is_blocked
     assert (load.score, load.waiting_s, observation.queue.delay_s) == (0.0, 0.0, 0.0)
+    beside_another = pool(instance("a", **stuck), instance("b"), role="prefill", queue=QueueSample(5, 3.0))
+    assert beside_another.queue == EMPTY_QUEUE
     [working] = pool(instance(**stuck, num_running=1, num_prefilling=1), role="prefill").warm
     assert not working.is_blocked
     assert working.score > 3
     [decoding] = pool(instance(**stuck, num_running=1), role="prefill").warm
     assert decoding.is_blocked, "streams that it serves alone are no prompts"
+    assert not pool(instance(**stuck, num_loading=1), role="prefill").is_blocked
+    assert not pool(instance(**stuck | {"num_waiting": 0}), role="prefill").is_blocked, "nothing waits"
+    assert not pool(instance(**stuck)).is_blocked, "a decode instance waits for no reader"
 
 
 def test_a_prefill_queue_that_moves_is_prefill_load_whatever_is_held() -> None:
@@ -249,9 +283,12 @@ async def test_it_sees_the_load_that_instances_report(run: Run) -> None:
         assert observation["prefill"].role == "prefill"
 
 
-async def test_instances_are_cold_at_first(run: Run) -> None:
-    async with run(decode=[idle("decode-0")]) as rig:
-        observation = observer_of(rig).observe({"prefill": 1, "decode": 1})["decode"]
+async def test_instances_are_cold_at_first_for_as_long_as_their_pool_says(run: Run) -> None:
+    prefill = FakeInstance("prefill", behaviour=Behaviour(slots=10))
+    async with run(prefill=[prefill], decode=[idle("decode-0")]) as rig:
+        observations = observer_of(rig, prefill={"warm_up_s": 0.0}).observe({"prefill": 1, "decode": 1})
+        assert observations["prefill"].problem is None
+        observation = observations["decode"]
         assert observation.problem is not None
         assert observation.problem.kind == "missing"
         assert [load.name for load in observation.others] == ["decode-0"]
@@ -375,15 +412,17 @@ def test_the_queue_waits_for_decode_where_prefill_stands_still_for_what_it_holds
         1, role="prefill", num_waiting=5, num_running=1, num_prefilling=1, used_blocks=500, held_blocks=500
     )
     assert is_for_decode("prefill", stuck)
+    assert is_for_decode("prefill", replace(stuck, warm=(*stuck.warm, *working.warm))), "one of them stands still"
     assert not is_for_decode("prefill", working)
     assert is_for_decode("decode", working)
     assert not is_for_decode(None, stuck)
 
 
-async def test_queued_requests_wait_for_decode_when_its_slots_are_taken(run: Run) -> None:
+async def test_queued_requests_wait_for_the_pool_that_is_lacking_alone(run: Run) -> None:
     """One slot, one request in it, another one in the queue."""
+    prefill = FakeInstance("prefill", behaviour=Behaviour(slots=10))
     decode = FakeInstance("decode", behaviour=slow(0.05, slots=1))
-    async with run(decode=[decode], admission={"sequence_fraction": 1.0}) as rig:
+    async with run(prefill=[prefill], decode=[decode], admission={"sequence_fraction": 1.0}) as rig:
         observer = observer_of(rig, **COLD_NEVER)
         assert queue_of(rig.app.admission) == EMPTY_QUEUE
         running = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(2)]
@@ -393,7 +432,11 @@ async def test_queued_requests_wait_for_decode_when_its_slots_are_taken(run: Run
         observations = observer.observe({"prefill": 1, "decode": 1})
         assert observations["decode"].queue.num_queued == 1
         assert observations["decode"].queue.delay_s is None  # nothing has ended yet
-        assert observations["prefill"].queue == EMPTY_QUEUE
+        assert (observations["prefill"].queue, observations["prefill"].problem) == (EMPTY_QUEUE, None)
+        admission = rig.app.admission
+        admission.limits = replace(admission.limits, num_prefill_tokens=0, prefilled_by="prefill")
+        observations = observer.observe({"prefill": 1, "decode": 1})
+        assert (observations["prefill"].queue.num_queued, observations["decode"].queue) == (1, EMPTY_QUEUE)
         await asyncio.gather(*running)
         await rig.until_idle(20)
 

@@ -72,6 +72,9 @@ def test_the_estimate_by_hand() -> None:
     assert break_even(situation, SETTINGS) == pytest.approx(2000)
     assert auto(replace(situation, num_tokens=2001))[:2] == (Decision.DISAGGREGATE, Reason.ESTIMATE)
     assert auto(replace(situation, num_tokens=1999))[:2] == (Decision.LOCAL, Reason.QUEUE)
+    # The decode instance computes half as many per second: 8.9 ms saved per token, and 3000 that wait there take 6 s.
+    behind = replace(situation, decode_per_s=500.0, num_ahead_at_decode=3000)
+    assert break_even(behind, SETTINGS) == pytest.approx(1.8 / 0.0089)
 
 
 def test_a_full_prefill_queue_keeps_requests_local_and_an_empty_one_does_not() -> None:
@@ -93,6 +96,13 @@ def test_running_streams_make_splitting_pay() -> None:
 
 def test_a_hand_over_slower_than_computing_keeps_an_idle_instance_local() -> None:
     assert auto(replace(IDLE, hand_over_per_s=500.0))[:2] == (Decision.LOCAL, Reason.ESTIMATE)
+
+
+def test_a_split_that_saves_no_time_per_token_is_not_worth_it() -> None:
+    equal, no_streams = replace(IDLE, hand_over_per_s=None), SETTINGS.model_copy(update={"expected_streams": 0.0})
+    decided = auto(equal, no_streams)
+    assert decided[:2] == (Decision.LOCAL, Reason.ESTIMATE)
+    assert "not worth splitting" in decided.explanation
 
 
 def test_what_is_cached_at_decode_need_not_be_split() -> None:
@@ -133,7 +143,9 @@ def test_the_explanation_holds_the_figures_and_fits_into_a_trailer() -> None:
         assert figure in explanation
     assert explanation.isascii()
     assert len(explanation) < 400
-    assert auto(replace(IDLE, num_tokens=1)).explanation.startswith("1 token to prefill")
+    for num_tokens, tokens in ((1, "1 token"), (40, "40 tokens")):
+        assert auto(replace(IDLE, num_tokens=num_tokens)).explanation.startswith(f"{tokens} to prefill")
+    assert "worth splitting above 0 " in auto(replace(IDLE, num_ahead_at_decode=5000)).explanation
 
 
 # What holds whatever the figures are

@@ -56,6 +56,43 @@ SMALL_BUDGETS = [Site(Goal(math.inf, 0.125, 1), StepCost(0.03125, 0.0, v), 16, 0
 """Where steps of the whole budget are shorter than the objective."""
 
 
+def costs_by_the_formula(at: Site) -> tuple[float, float, float, float]:
+    """Of the prompt and of the stream there, as documented; and the two times that they are made of."""
+    goal, cost, num_streams = at.goal, at.cost, at.num_streams
+
+    def speed(streams: int) -> float:
+        bare_s = cost.base_s + streams * cost.per_stream_s
+        whole = at.max_tokens / (bare_s + at.max_tokens * cost.per_token_s)
+        in_objective = (goal.itl_s - bare_s) / cost.per_token_s / goal.itl_s
+        return whole if streams == 0 else min(whole, max(in_objective, 16 / (bare_s + 16 * cost.per_token_s)))
+
+    def missed(seconds: float, objective_s: float) -> float:
+        return max(seconds - 0.9 * objective_s, 0.0) if objective_s < math.inf else 0.0
+
+    step_s, longer_s = (cost.base_s + streams * cost.per_stream_s for streams in (num_streams, num_streams + 1))
+    first_s = (at.num_uncomputed + at.num_missing) / speed(num_streams)
+    tpot_s = max(min(longer_s / (1 - min(at.share, 0.95)), goal.itl_s), longer_s)
+    slack = max(1 - step_s / (0.9 * goal.itl_s) - at.share, 0.0)
+    held_s = num_streams * at.num_missing * cost.per_token_s * max(1 - slack / 0.2, 0.0)
+    slower = speed(num_streams) - speed(num_streams + 1)
+    taken_s = goal.busy * goal.num_expected * tpot_s * slower / speed(0)
+    taken_s += at.num_uncomputed * (1 / speed(num_streams + 1) - 1 / speed(num_streams))
+    missed_s = missed(tpot_s, goal.itl_s) + num_streams * (missed(longer_s, goal.itl_s) - missed(step_s, goal.itl_s))
+    prefill = 0.3 * first_s + 10 * missed(first_s, goal.ttft_s) + held_s
+    return prefill, 0.5 * taken_s + 10 * goal.num_expected * missed_s, first_s, tpot_s
+
+
+@given(site_lists())
+def test_costs_are_those_of_the_formula(sites: list[Site]) -> None:
+    for one in sites:
+        prefill, decode, first_s, tpot_s = costs_by_the_formula(one)
+        assert math.isclose(one.prefill_cost, prefill, rel_tol=1e-6)
+        assert math.isclose(one.alone_cost, prefill + decode, rel_tol=1e-6, abs_tol=1e-9)
+        assert one.holds_alone == (one.first_s <= one.goal.ttft_s and one.tpot_s <= one.goal.itl_s)
+        assert math.isclose(one.first_s, first_s)
+        assert math.isclose(one.tpot_s, tpot_s)
+
+
 @settings(max_examples=50)
 @given(site_lists(), st.integers(1, 50_000))
 @example(SMALL_BUDGETS, 1)
@@ -87,6 +124,9 @@ def test_no_split_without_margin_or_objectives(sites: list[Site]) -> None:
         assert max(decode.base_s, decode.split_tpot_s) <= AIM * decode.goal.itl_s
     elif found.reason != "overload":
         assert sites[found.site].alone_cost == best
+        assert found.split is not None
+        split = split_cost(sites[found.split[0]], sites[found.split[1]])
+        assert found.reason == ("estimate" if split >= best else "margin" if split >= 0.8 * best else "objective")
 
 
 @settings(max_examples=50)
@@ -97,6 +137,11 @@ def test_the_best_pair_is_the_cheapest_of_all_pairs(sites: list[Site]) -> None:
     assert split is not None
     cheapest = min(split_cost(prefill, decode) for prefill in sites[:half] for decode in sites[half:])
     assert math.isclose(split_cost(sites[split[0]], sites[split[1]]), cheapest)
+    of_kinds = [(index, half + index) for index in range(half)]  # each can hand over to one
+    split = place(sites, [([prefill], [decode]) for prefill, decode in of_kinds], random.Random(0)).split
+    assert split in of_kinds
+    cheapest = min(split_cost(sites[prefill], sites[decode]) for prefill, decode in of_kinds)
+    assert split_cost(sites[split[0]], sites[split[1]]) == cheapest
 
 
 @settings(max_examples=50)
@@ -133,7 +178,10 @@ def test_what_is_cached_somewhere_draws_the_request_there() -> None:
 
 def test_a_hand_over_is_spread_over_a_short_answer() -> None:
     mean, short = replace(GOAL, num_expected=136), replace(GOAL, num_expected=136, num_short=16)
-    busy = {"num_uncomputed": 3000, "num_missing": 2000, "hand_over_s": 0.09}
     for goal, is_split in ((mean, True), (short, False)):
-        sites = [site(goal=goal, num_missing=2000), site(goal=goal, num_streams=5, **busy)]
+        sites = [
+            site(goal=goal, num_missing=4000, share=0.7),
+            site(goal=goal, num_missing=4000, num_streams=4, hand_over_s=0.069),
+        ]
         assert (sites[1].split_tpot_s <= AIM * goal.itl_s) == is_split
+        assert (placed(sites).prefill is not None) == is_split

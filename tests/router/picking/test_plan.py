@@ -48,9 +48,13 @@ def plan(
     prefill: list[InstanceView],
     wanted: Choice | None = None,
     cached: dict[str, int] | None = None,
+    *,
+    keeps_place: bool = False,
     **settings: Any,
 ) -> Plan | NoPlan:
-    criteria = Criteria(num_cached_tokens=lambda instance: (cached or {}).get(instance.key.address, 0))
+    criteria = Criteria(
+        num_cached_tokens=lambda instance: (cached or {}).get(instance.key.address, 0), keeps_place=keeps_place
+    )
     chosen = wanted or choice()
     return make_plan(
         decode, prefill, chosen, frozenset(), DisaggregationSettings(**settings), random.Random(0), criteria
@@ -108,6 +112,7 @@ def test_a_request_with_one_token_left_runs_at_the_prefill_instance_alone(wanted
     [
         ((2, 2), (1, 1), (99, 99), "kept"),
         ((2, 2), (2, 1), (99, 99), "other"),
+        ((1, 2), (1, 1), (99, 99), "other"),
         ((2, 2), (2, 2), (99, 99), "kept"),
         ((2, 16), (2, 9), (99, 99), "other"),
         ((2, 2), (1, 1), (6, 99), "other"),
@@ -124,8 +129,32 @@ def test_a_stream_goes_on_at_its_instance_unless_another_alone_has_a_place(
     paused, sibling = choice(100, emitted=5), choice(100)
     paused.decode_key = sibling.decode_key = views[0].key
     assert planned(views, [], paused).decode.instance_id == goes_to
+    assert planned(views, [], paused, keeps_place=True).decode.instance_id == "kept", "its slot is its own"
+    leaving = [views[0], replace(views[1], out="draining")]
+    assert planned(leaving, [], paused).decode.instance_id == "kept", "the other one takes none"
     has_slot = num_running[0] < slots[0]
     assert planned(views, [], sibling).decode.instance_id == ("kept" if has_slot else goes_to), "it shares its blocks"
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (("d-1", "p-1"), ("d-1", "p-1")),
+        (("p-1", None), ("d-0", "p-1")),  # it ran there alone
+        (("p-1", "p-2"), ("d-0", "p-1")),
+    ],
+)
+def test_a_further_choice_prefers_the_instances_of_the_first(
+    kept: tuple[str, str | None], expected: tuple[str, str]
+) -> None:
+    decode = [view("decode", f"d-{number}", num_running=number) for number in range(2)]
+    prefill = [view("prefill", f"p-{number}", num_running=number) for number in range(3)]
+    keys = {one.instance_id: one.key for one in (*decode, *prefill)}
+    sibling = choice()
+    sibling.decode_key, sibling.prefill_key = keys[kept[0]], keys[kept[1]] if kept[1] else None
+    found = planned(decode, prefill, sibling, mode="always")
+    assert found.prefill is not None
+    assert (found.decode.instance_id, found.prefill.instance_id) == expected
 
 
 @pytest.mark.parametrize(("num_cached", "is_preferred"), [(0, False), (240, False), (250, True), (999, True)])
@@ -195,6 +224,22 @@ def test_an_instance_that_was_not_measured_is_as_fast_as_the_rest_of_its_pool() 
     assert "decode: 1000 tokens/s" in found.disaggregation.explanation
     assert "prefill: 750 tokens/s" in found.disaggregation.explanation
     assert "hand-over: 100000 tokens/s" in found.disaggregation.explanation
+
+
+def test_an_instance_that_was_measured_goes_by_its_own_speeds() -> None:
+    own = ThroughputEstimate(prefill_per_s=400.0, hand_over_per_s=2e4, since_prefill_s=1.0)
+    decode = [view("decode", "own", own), view("decode", "busy", QUICK, num_waiting=9)]
+    prefill = [view("prefill", "own", replace(own, prefill_per_s=800.0)), view("prefill", "busy", QUICK, num_waiting=9)]
+    explanation = planned(decode, prefill).disaggregation.explanation
+    for speed in ("decode: 400 tokens/s", "prefill: 800 tokens/s", "hand-over: 20000 tokens/s"):
+        assert speed in explanation
+
+
+@pytest.mark.parametrize(("since_prefill_s", "reason"), [(29.0, Reason.ESTIMATE), (31.0, Reason.PROBE)])
+def test_speeds_that_speak_against_a_split_are_measured_again(since_prefill_s: float, reason: Reason) -> None:
+    slow = replace(QUICK, hand_over_per_s=1.0, since_prefill_s=since_prefill_s)
+    found = planned([view("decode", throughput=slow)], [view("prefill", throughput=slow)])
+    assert (found.disaggregation.reason, found.prefill is not None) == (reason, reason is Reason.PROBE)
 
 
 def test_a_queue_at_prefill_keeps_it_local_and_the_settings_weigh() -> None:
@@ -308,6 +353,16 @@ def test_the_domain_is_explained() -> None:
     ]
     [part] = (one for one in explained.prefill[1].parts if one.scorer == "other_domain")
     assert (part.value, part.weight) == (1.0, 0.5)
+
+
+def test_of_equal_scores_the_picked_instance_is_shown_first() -> None:
+    decode, affinity, shown = [view("decode", f"d{number}") for number in range(3)], Affinity(PickingSettings()), set()
+    for seed in range(20):
+        rng, aims = random.Random(seed), AimSource(SloSettings())
+        explained = explain(decode, [], choice().request, affinity, DisaggregationSettings(), aims, rng)
+        assert [one.picked for one in explained.decode] == [True, False, False]
+        shown.add(explained.decode[0].instance_id)
+    assert len(shown) == 3
 
 
 def test_a_partner_that_may_not_be_picked_is_none() -> None:

@@ -218,7 +218,9 @@ def failures(
 
 def test_two_fruitless_attempts_are_retried_and_the_third_is_not() -> None:
     assert failures(("broken", False), ("refused", False)) is None
-    assert isinstance(failures(*[FRUITLESS] * 3), Unavailable)
+    result = failures(*[FRUITLESS] * 3)
+    assert isinstance(result, Unavailable)
+    assert result.retry_after_s == 1.0
 
 
 def test_progress_resets_the_retries_but_not_the_resumptions() -> None:
@@ -244,9 +246,38 @@ def test_refusals_end_a_stream_only_when_its_wait_for_room_is_over() -> None:
     assert isinstance(failures(*refused, FRUITLESS, limits=patient, has_begun=True), Unavailable)
 
 
+def test_the_wait_for_room_begins_with_the_first_refusal_in_a_row() -> None:
+    history, error = AttemptHistory(), Unavailable("gone")
+
+    def fail(kind: FailureKind, *, progressed: bool = False) -> float | None:
+        failure = CallFailed(InstanceKey("", ""), "decode", kind, error, "")
+        history.record(failure, progressed=progressed)
+        return history.refused_since_s
+
+    assert fail("broken") is None
+    first_s = fail("refused")
+    assert first_s is not None
+    long_ago_s = history.refused_since_s = first_s - 1e6
+    assert [fail(kind) for kind in ("refused", "broken", "refused")] == [long_ago_s] * 3
+    assert not history.may_wait_for_room(1e6 - 1)
+    assert fail("broken", progressed=True) is None
+    assert (fail("refused") or 0.0) >= first_s
+
+
+def test_a_move_is_no_failure() -> None:
+    history, moved = AttemptHistory(), CallFailed(InstanceKey("a", ""), "decode", "moved", Unavailable("gone"), "")
+    for _ in range(10):
+        history.record(moved, progressed=True)
+        history.record(moved, progressed=False)
+    assert give_up(moved, history, LIMITS, 1.0, has_begun=True) is None
+    assert not history.excluded
+
+
 def test_an_internal_error_is_retried_once() -> None:
     assert failures(("internal", False)) is None
     assert isinstance(failures(("internal", False), ("internal", True)), InternalError)
+    once = LIMITS.model_copy(update={"max_retries": 0})
+    assert isinstance(failures(("internal", False), error=InternalError("it broke"), limits=once), InternalError)
 
 
 def test_what_reported_an_internal_error_is_not_used_again_after_a_wait() -> None:
@@ -321,6 +352,16 @@ async def test_a_choice_that_pauses_keeps_no_permit(run: Run) -> None:
             assert safeguards.budget.num_under_way == 1
             trace.paused()
             assert safeguards.budget.num_under_way == 0
+
+
+async def test_a_choice_counts_as_active_and_under_way_until_it_ends(run: Run) -> None:
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
+    async with run() as rig:
+        budget = rig.app.safeguards.budget
+        with Guard(rig.app.safeguards, choice) as first, Guard(rig.app.safeguards, choice):
+            assert await first.wait_permit()
+            assert (budget.num_active, budget.num_under_way) == (2, 1)
+        assert (budget.num_active, budget.num_under_way) == (0, 0)
 
 
 async def test_a_choice_without_a_permit_ends_no_other_one_whose_tokens_the_client_has(run: Run) -> None:

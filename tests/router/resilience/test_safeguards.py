@@ -15,13 +15,14 @@ from protos.tandem.v1 import instance_pb2
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, LoadReport
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from router.resilience.retry import CallFailed
+from router.resilience.retry import CallFailed, Death, FailureKind
 from router.resilience.safeguards import EjectionSettings, Guard, OutlierDetection
 from serving.errors import Aborted, ServiceError, Unavailable
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
 from tests.router.conftest import Run
 from tests.router.failing import busy, decodes, prefills
 from tests.router.rig import request_of
+from tests.waiting import until
 
 NO_SEED = Aborted("no seed within the reservation time")
 
@@ -45,10 +46,10 @@ def view(name: str, out: str | None = None) -> InstanceView:
 class Scenario:
     """A pool of ready instances and what happens to them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, **settings: Any) -> None:
         self.clock = Clock()
         self.pool = [view(f"d{i}") for i in range(size)]
-        self.detection = OutlierDetection(EjectionSettings(), self.clock)
+        self.detection = OutlierDetection(EjectionSettings(**settings), self.clock)
 
     def fail(self, index: int, times: int = 5) -> None:
         for _ in range(times):
@@ -60,14 +61,16 @@ class Scenario:
         return [index for index, one in enumerate(marked) if one.out is not None]
 
 
-def test_five_failures_in_a_row_eject_for_half_a_minute() -> None:
+def test_five_failures_in_a_row_eject_for_half_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     scenario = Scenario(4)
     scenario.fail(1, 4)
     assert scenario.out() == []
     scenario.fail(1, 1)
     assert scenario.out() == [1]
     assert scenario.detection.marked(tuple(scenario.pool))[1].out == "ejected for 30 s more"
-    scenario.clock.now_s += 29.9
+    assert "d1 is ejected for 30 s: 5 failures in a row" in caplog.text
+    scenario.fail(1, 5)  # what still ran there
+    scenario.clock.now_s += 28.9
     assert scenario.out() == [1]
     scenario.clock.now_s += 0.2
     assert scenario.out() == []
@@ -116,6 +119,10 @@ def test_a_token_ends_the_probation_and_time_without_failures_the_memory() -> No
     scenario.fail(1)
     scenario.clock.now_s += 30.1
     assert scenario.out() == [], "the earlier ejection is forgotten, so this one lasts as long as the first"
+    scenario.clock.now_s += 1000.0
+    scenario.fail(1)
+    scenario.clock.now_s += 29.0
+    assert scenario.out() == [1], "nor does a long time without failures shorten one"
 
 
 def test_at_most_half_of_a_pool_is_ejected() -> None:
@@ -150,6 +157,8 @@ def test_ejected_instances_that_end_take_no_share(ending: dict[str, Any]) -> Non
     scenario.fail(5)
     scenario.fail(6)
     assert [index for index in scenario.out() if index >= 4] == [4, 5]
+    marked = scenario.detection.marked(tuple(scenario.pool))
+    assert [one.out for one in marked[:4]] == [ending["out"]] * 4, "for how long they are ejected no longer matters"
 
 
 def test_ejected_instances_that_are_lost_count_in_both() -> None:
@@ -186,6 +195,10 @@ def test_the_last_ready_instance_is_never_ejected(size: int) -> None:
     scenario.pool[1:] = [view(f"d{index}", out="silent") for index in range(1, size)]
     scenario.fail(0, 20)
     assert 0 not in scenario.out()
+    scenario = Scenario(size, max_share=1.0)
+    for index in range(size):
+        scenario.fail(index)
+    assert scenario.out() == list(range(size - 1))
 
 
 def test_another_process_at_the_address_begins_anew() -> None:
@@ -194,6 +207,18 @@ def test_another_process_at_the_address_begins_anew() -> None:
     key = InstanceKey("d1", "later")
     scenario.pool[1] = InstanceView(key=key, info=scenario.pool[1].info, load=LoadReport("later"))
     assert scenario.out() == []
+    scenario.clock.now_s += 30.1
+    scenario.fail(2, 1)
+    assert list(scenario.detection._records) == [scenario.pool[2].key], "of the former process nothing is kept"
+
+
+def test_an_ejected_process_that_comes_back_is_still_ejected() -> None:
+    scenario = Scenario(4)
+    scenario.fail(1)
+    gone = scenario.pool.pop(1)
+    scenario.fail(1, 1)
+    scenario.pool.insert(1, gone)
+    assert scenario.out() == [1]
 
 
 def test_crashes_of_processes_that_are_gone_are_forgotten() -> None:
@@ -279,6 +304,73 @@ async def test_a_prefill_instance_that_fails_is_ejected_also_where_it_serves_alo
         assert 2 <= num_tried <= 4, "idle as it looks, all eight would go there"
 
 
+async def test_a_token_of_a_call_ends_a_row_of_failures(run: Run) -> None:
+    clock = Clock()
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
+    async with run(prefill=0, decode=2) as rig:
+        rig.app.safeguards.decode._clock = clock
+        key = rig.app.pools.decode.views()[0].key
+
+        def fail(guard: Guard, times: int) -> bool:
+            for _ in range(times):
+                clock.now_s += 1.0
+                guard.computing(key, "decode")
+                guard.failed(CallFailed(key, "decode", "broken", Unavailable("gone"), ""))
+            return rig.app.safeguards.decode.ejected_s(key) is not None
+
+        with Guard(rig.app.safeguards, choice) as guard:
+            assert not fail(guard, 4)
+            guard.computing(key, "decode")
+            guard.token()
+            assert not fail(guard, 4)
+            assert fail(guard, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "death", "is_computing", "is_suspect"),
+    [
+        ("broken", "vanished", True, True),
+        ("broken", "vanished", False, False),
+        ("broken", None, True, False),
+        ("internal", None, True, True),
+        ("refused", None, True, False),
+    ],
+)
+async def test_a_request_is_a_suspect_of_the_death_of_what_computed_it(
+    run: Run, kind: FailureKind, death: Death | None, is_computing: bool, is_suspect: bool
+) -> None:
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
+    async with run(prefill=0, decode=2) as rig:
+        safeguards = rig.app.safeguards
+        first, second = (view.key for view in rig.app.pools.decode.views())
+        with Guard(safeguards, choice) as guard:
+            assert await guard.wait_permit()
+            guard.computing(first if is_computing else second, "decode")
+            failure = CallFailed(first, "decode", kind, Unavailable("gone"), "", death=death)
+            guard.failed(failure)
+            assert (not safeguards.poison.is_empty and safeguards.poison.is_suspect(guard.suspect)) == is_suspect
+            assert await guard.rejection(failure) is None
+            assert safeguards.budget.num_under_way == 0, "before the next attempt"
+
+
+async def test_a_token_gives_the_permit_back_and_clears_a_suspect(run: Run) -> None:
+    choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
+    async with run(prefill=0, decode=2) as rig:
+        safeguards = rig.app.safeguards
+        first, second = (view.key for view in rig.app.pools.decode.views())
+        with Guard(safeguards, choice) as guard:
+            guard.computing(first, "decode")
+            guard.failed(CallFailed(first, "decode", "internal", Unavailable("it broke"), ""))
+            assert safeguards.poison.is_suspect(guard.suspect)
+            assert await guard.wait_permit()
+            await guard.wait_probation(second)
+            guard.computing(second, "decode")
+            assert safeguards.budget.num_under_way == 1
+            guard.token()
+            assert safeguards.budget.num_under_way == 0
+            assert not safeguards.poison.is_suspect(guard.suspect)
+
+
 async def test_a_process_that_has_left_its_pool_counts_for_the_pool_that_was_called(run: Run) -> None:
     """Another process may answer at its address before the failure of the call is handled."""
     gone = InstanceKey("127.0.0.1:1", "earlier")
@@ -289,3 +381,15 @@ async def test_a_process_that_has_left_its_pool_counts_for_the_pool_that_was_cal
             guard.failed(CallFailed(gone, "prefill", "broken", Unavailable("gone"), "", death="crashed"))
         assert safeguards.prefill.ejected_s(gone) is not None
         assert safeguards.decode.ejected_s(gone) is None
+        assert safeguards.is_gone(gone)
+        [decode], [prefill] = rig.app.pools.decode.views(), rig.app.pools.prefill.views()
+        assert not safeguards.is_gone(decode.key)
+        safeguards._known_gone_after_s = 0.01
+        async with asyncio.timeout(20):
+            await safeguards.wait_gone(decode.key)  # a live one has reported by then
+        rig.decode[0].behaviour.draining = True
+        await rig.until_ready(num_decode=0)
+        assert not safeguards.is_gone(decode.key), "a drain is no end"
+        assert not safeguards.is_gone(prefill.key)
+        await rig.prefill[0].kill()
+        await until(lambda: safeguards.is_gone(prefill.key))
