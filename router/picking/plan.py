@@ -62,7 +62,7 @@ def make_plan(
         filters.append(picker.same_identity(choice.required_identity))
     if (constraint := choice.request.params.constraint_name) is not None:
         filters.append(picker.supports_constraint(constraint))
-    filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
+    filters += _of_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if settings.mode == "auto" and criteria.has_objectives:
         may_split = not _is_at_last_token(choice)
         placed = _by_step_costs([*prefill_views, *decode_views], choice, filters, rng, criteria, may_split=may_split)
@@ -128,7 +128,7 @@ def make_plan(
     return Plan(decode.instance, None, disaggregation, work, why)
 
 
-def _drawn_weights(
+def _of_weights(
     decode_views: Sequence[InstanceView],
     prefill_views: Sequence[InstanceView],
     choice: Choice,
@@ -136,12 +136,18 @@ def _drawn_weights(
     settings: DisaggregationSettings,
     criteria: Criteria,
 ) -> list[Filter]:
-    """None for a stream that has begun, which stays with its weights, and where the drawn weights have no room."""
-    drawn = criteria.drawn_weights
-    if drawn is None or choice.required_identity is not None:
+    """Those of the first choice for a further one, else those that are drawn, where they have room. None for a stream
+    that has begun, which stays with its own, and where no instance with them may be picked."""
+    if choice.required_identity is not None:
         return []
-    candidates = servable(decode_views, prefill_views, settings, [*filters, drawn])
-    return [drawn] if any(has_place(view, choice.num_tokens) for view in candidates) else []
+    first, wanted = choice.preferred_identity, criteria.drawn_weights
+    if first is not None:
+        wanted = picker.same_identity(first)
+    if wanted is None:
+        return []
+    candidates = servable(decode_views, prefill_views, settings, [*filters, wanted])
+    has_any = candidates if first is not None else any(has_place(view, choice.num_tokens) for view in candidates)
+    return [wanted] if has_any else []
 
 
 def _by_step_costs(
@@ -310,7 +316,7 @@ def explain(
     criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request, is_first=True)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
     filters: list[Filter] = [picker.ready, picker.has_context(request.max_length)]
-    filters += _drawn_weights(decode_views, prefill_views, choice, filters, settings, criteria)
+    filters += _of_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if isinstance(plan, Plan):
         decode: InstanceView | None = plan.decode
     else:

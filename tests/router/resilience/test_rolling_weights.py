@@ -183,6 +183,30 @@ async def test_a_canary_gets_its_share_of_the_sessions_under_load_and_mixes_none
     assert attempts[CANARY] == 4 * num_new == sum(attempts.values()) - 4 * (40 - num_new)
 
 
+@pytest.mark.parametrize("picking", [{}, {"weights_shares": f"{CANARY}=1"}])
+async def test_choices_have_the_weights_of_the_first_though_others_come_meanwhile(
+    run: Run, picking: dict[str, str]
+) -> None:
+    permits = asyncio.Semaphore(0)
+    decode = [*decodes(slow(0.0, permits=permits), slow(0.0)), renewed("decode", "new", CANARY)]
+    async with run(prefill=0, decode=decode, disaggregation={"mode": "never"}, picking=picking) as rig:
+        states = {one.address: one for one in rig.app.pools.decode.instances}
+        first, *later = [states[fake.address] for fake in decode]
+        for fake in decode[1:]:
+            fake.behaviour.draining = True
+        await until(lambda: [one.state for one in later] == ["draining", "draining"])
+        asking = asyncio.create_task(rig.generate(max_tokens=NUM_TOKENS, n=3))
+        await decode[0].until("decode")
+        for fake in decode:
+            fake.behaviour.draining = not fake.behaviour.draining
+        await until(lambda: [one.state for one in (first, *later)] == ["draining", "ready", "ready"])
+        for _ in range(3 * NUM_TOKENS):
+            permits.release()
+        answer = await asking
+    assert [answer.ids(one) for one in range(3)] == [expected_ids(PROMPT, SEED, NUM_TOKENS, one) for one in range(3)]
+    assert not decode[2].recorded("decode")
+
+
 async def test_a_canary_that_fails_costs_no_request(run: Run) -> None:
     broken = FakeInstance(
         "decode", "new", behaviour=slow(0.0, fail_at=0, weights=1), identity={"weights_digest": CANARY}
