@@ -28,6 +28,8 @@ STEP_S = 0.1
 """Every step of a decode instance takes at least as long, so that a drain finds streams running. Long steps: the load
 takes little of the cores while instances start."""
 IDLE_S = 10.0
+MOVES_WITHIN_S = 5.0
+MAX_ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,13 @@ class Loaded:
         problem = "no stream ran at the instances that were removed: this proves nothing"
         wait_until(lambda: self.load.num_cut > 0, problem, within_s=20.0)
 
+    def has_moved(self) -> bool:
+        """Whether one does. None may where all clients began together: their streams end before a drain moves any."""
+        deadline_s = time.monotonic() + MOVES_WITHIN_S
+        while not self.load.num_cut and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return self.load.num_cut > 0
+
     def _num_running(self, pool: str) -> int:
         names = [name for name in self.stack.rig.stack.instances if name.startswith(pool)]
         return sum(one.num_running_here > 0 for one in self.stack.pools().instances if one.instance_id in names)
@@ -93,19 +102,23 @@ def loaded(stack: ResizableStack, questions: list[Question]) -> Iterator[Loaded]
 
 
 def test_both_pools_grow_and_shrink_under_load(stack: ResizableStack, loaded: Loaded) -> None:
-    # STEP: both grow
-    changes = stack.resize(decode=2, prefill=2)
-    assert {(change.previous_size, change.size, change.cause) for change in changes} == {(1, 2, "operator")}
-    stack.wait_ready(decode=2, prefill=2)
-    loaded.wait_running("decode", 2)
-    loaded.wait_running("prefill", 2)
-    loaded.note()
-    # STEP: both shrink, while streams run at all instances
-    stack.resize(decode=1, prefill=1)
-    stack.wait_ready(decode=1, prefill=1)
-    loaded.wait_moved()
+    num_rounds, has_moved = 0, False
+    while not has_moved and num_rounds < MAX_ROUNDS:
+        num_rounds += 1
+        # STEP: both grow
+        changes = stack.resize(decode=2, prefill=2)
+        assert {(change.previous_size, change.size, change.cause) for change in changes} == {(1, 2, "operator")}
+        stack.wait_ready(decode=2, prefill=2)
+        loaded.wait_running("prefill", 2)
+        loaded.wait_running("decode", 2)
+        loaded.note()
+        # STEP: both shrink, while streams run at all instances
+        stack.resize(decode=1, prefill=1)
+        stack.wait_ready(decode=1, prefill=1)
+        has_moved = loaded.has_moved()
     loaded.assert_exact_and_clean()
-    assert_drained(stack, 2)
+    assert has_moved, "no stream ran at the instances that were removed: this proves nothing"
+    assert_drained(stack, 2 * num_rounds)
 
 
 @pytest.mark.slow
