@@ -58,11 +58,11 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
 
     Raises UnsupportedModel, which says what would run it. Imports transformers, and torch with it, for those alone.
     """
-    from engine.models.config import ConfigFields, ModelConfig, read_json
+    from engine.models.config import ModelConfig
     from engine.models.weight_codes import read_codes
 
     folder = Path(folder)
-    codes = read_codes(ConfigFields(read_json(folder / "config.json")))
+    codes = read_codes(folder)
     native_error = ""
     if model_impl != "transformers":
         try:
@@ -111,7 +111,7 @@ def load_model(
     import torch  # late: `config` is used without torch
 
     from engine.attention import select_backend
-    from engine.models.config import ConfigFields, ModelConfig, read_json
+    from engine.models.config import ModelConfig
     from engine.models.linear import LinearSource
     from engine.models.llama import LlamaModel
     from engine.models.weight_codes import read_codes
@@ -144,7 +144,7 @@ def load_model(
         )
     weights: WeightSource
     if dummy_seed is None:
-        codes = read_codes(ConfigFields(read_json(Path(engine.model) / "config.json")))
+        codes = read_codes(Path(engine.model))
         weights = SafetensorsWeights(engine.model, dtype=dtype, device=device, codes=codes)
     else:
         weights = DummyWeights(dummy_seed, dtype=dtype, device=device)

@@ -8,10 +8,11 @@ checkpoint are not needed. Free of torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
-from engine.models.config import ConfigFields
+from engine.models.config import ConfigFields, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -55,14 +56,15 @@ class WeightCodes:
         raise InvalidCheckpoint(f"scales of shape {list(shape)} do not belong to weights of shape {[rows, columns]}")
 
 
-def read_codes(fields: ConfigFields) -> WeightCodes | None:
-    """What `quantization_config` says; None: the weights are no codes. Raises UnsupportedModel for other codes."""
-    method = fields.raw("quantization_config")
-    if method is None:
+def read_codes(folder: Path) -> WeightCodes | None:
+    """What `quantization_config` of the checkpoint says; None: the weights are no codes. Raises UnsupportedModel for
+    other codes, InvalidCheckpoint for a config.json that cannot be read."""
+    raw = read_json(folder / "config.json").get("quantization_config")
+    if raw is None:
         return None
-    quantization = fields.section("quantization_config") if isinstance(method, dict) else None
-    if quantization is None:
-        raise _unsupported(method)
+    if not isinstance(raw, dict):
+        raise _unsupported(raw)
+    quantization = ConfigFields(raw, "quantization_config.")
     method = quantization.raw("quant_method")
     field, supported = _FORMATS.get(str(method), ("", ()))
     stored = quantization.raw(field) if field else None
