@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention import AttentionMetadata
+from engine.attention import AttentionMetadata, triton_attention
 from engine.attention.reference import ReferenceAttention
-from tests.engine.attention.paged_step import paged_step, paged_tensors, step_behind_windows
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read as triton is imported
-
-from engine.attention import triton_attention
 from engine.attention.triton_attention import SPLIT_KEYS, TritonAttention
+from tests.engine.attention.paged_step import paged_step, paged_tensors, step_behind_windows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
