@@ -1,8 +1,8 @@
 """Weight-only quantization: matrices of 8-bit or 4-bit codes with scales, and their products with rows.
 
-A weight becomes the nearest multiple of a scale: int8 one scale for each output, int4 one for each 32 inputs of an
-output. Nothing is calibrated. Activations, KV, embeddings, norms, biases, the output layer and the routers of experts
-keep their type.
+Codes are those of the checkpoint (`engine.models.packed_codes`) or are made of its weights, which become the nearest
+multiple of a scale: int8 one scale for each output, int4 one for each 32 inputs of an output. Nothing is calibrated.
+Activations, KV, embeddings, norms, biases, the output layer and the routers of experts keep their type.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,25 +26,29 @@ from engine.models.quantized_kernels import multiply_address
 
 INT4_GROUP = 32
 """Inputs that share a scale."""
-_Arguments = ctypes.c_int64 * 13
-_address_of = {
-    (bits, in_pairs): functools.partial(multiply_address, bits=bits, in_pairs=in_pairs)
-    for bits in (8, 4)
-    for in_pairs in (False, True)
-}
+BITS = {"none": 4, "int8": 8, "int4": 4}
+"""Of a code of a checkpoint, at most, so that it is kept."""
+_Arguments = ctypes.c_int64 * 14
+
+
+@functools.cache
+def _address_of(bits: int, scales: str, *, in_pairs: bool, has_zeros: bool) -> Callable[[str], int]:
+    return functools.partial(multiply_address, bits=bits, scales=scales, in_pairs=in_pairs, has_zeros=has_zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """The weight of a linear layer: `codes[o, i] * scales[o, i // group]`."""
+    """The weight of a linear layer: `(codes[o, i] - zeros[o, i // group]) * scales[o, i // group]`."""
 
     codes: torch.Tensor
     """int8 [out_features, in_features]."""
     scales: torch.Tensor
-    """bfloat16 [out_features, groups]."""
+    """bfloat16, float16 or float32 [out_features, groups]."""
     bits: int
     group: int
     """Inputs of a group; the last one may have fewer."""
+    zeros: torch.Tensor | None = None
+    """int8 [out_features, groups]; None: all are 0."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, quantization: Quantization) -> QuantizedMatrix:
@@ -59,23 +64,53 @@ class QuantizedMatrix:
         codes = steps.clamp_(-127 if bits == 8 else -8, 127 if bits == 8 else 7).to(torch.int8)
         return cls(codes.flatten(1)[:, : weight.shape[1]], scales.squeeze(2), bits, group)
 
+    def values(self) -> torch.Tensor:
+        """float32 [out_features, in_features]."""
+        every = self.in_groups(1)
+        codes = every.codes.float() if every.zeros is None else every.codes.float() - every.zeros
+        return codes * every.scales.float()
+
+    def in_groups(self, group: int) -> QuantizedMatrix:
+        """The same weights with groups of so many inputs, a divisor of `self.group`."""
+        if group == self.group:
+            return self
+        num_groups = -(-self.codes.shape[1] // group)
+
+        def repeated(numbers: torch.Tensor) -> torch.Tensor:
+            return numbers.repeat_interleave(self.group // group, dim=1)[:, :num_groups].contiguous()
+
+        zeros = None if self.zeros is None else repeated(self.zeros)
+        return QuantizedMatrix(self.codes, repeated(self.scales), self.bits, group, zeros)
+
     def narrow(self, dim: int, start: int, length: int) -> QuantizedMatrix:
         """A part of its outputs (dim 0) or inputs (dim 1), with the numbers that it has in the whole."""
         codes = self.codes.narrow(dim, start, length).clone()
         if dim == 0:
-            return QuantizedMatrix(codes, self.scales.narrow(0, start, length).clone(), self.bits, self.group)
+            scales, zeros = self._by_group(slice(start, start + length), slice(None))
+            return QuantizedMatrix(codes, scales, self.bits, self.group, zeros)
         if self.scales.shape[1] == 1:
-            return QuantizedMatrix(codes, self.scales, self.bits, length)
+            return QuantizedMatrix(codes, self.scales, self.bits, length, self.zeros)
         group = math.gcd(start, self.group)  # smaller groups where the part begins inside of one
-        scales = self.scales.repeat_interleave(self.group // group, dim=1)
         groups = slice(start // group, -(-(start + length) // group))
-        return QuantizedMatrix(codes, scales[:, groups].clone(), self.bits, group)
+        scales, zeros = self.in_groups(group)._by_group(slice(None), groups)
+        return QuantizedMatrix(codes, scales, self.bits, group, zeros)
+
+    def _by_group(self, outputs: slice, groups: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        zeros = None if self.zeros is None else self.zeros[outputs, groups].clone()
+        return self.scales[outputs, groups].clone(), zeros
 
 
 def stacked(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
     """One matrix for several projections of the same input."""
+    group = math.gcd(*(part.group for part in parts))
+    parts = [part.in_groups(group) for part in parts]
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat(
+            [torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros for part in parts]
+        )
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-    return QuantizedMatrix(codes, scales, parts[0].bits, parts[0].group)
+    return QuantizedMatrix(codes, scales, max(part.bits for part in parts), group, zeros)
 
 
 class QuantizedLinear:
@@ -92,12 +127,24 @@ class QuantizedLinear:
         self._num_numbers, self._group = self.in_features // inputs_per_number, matrix.group // inputs_per_number
         self._outputs = -(-self.out_features // WIDTH) * WIDTH
         self._stored_dtype = dtype if is_compiled_for(dtype) else torch.float32
-        self._launch = launcher_for(_address_of[matrix.bits, self._in_pairs], self._stored_dtype)
         missing = -self.out_features % PANEL
-        self._codes = _packed(matrix, missing, inputs_per_number)
+        self._codes = _packed(matrix.codes, missing, inputs_per_number)
+        if matrix.bits == 4:
+            lower, upper = self._codes.view(-1, 2, WIDTH).unbind(1)
+            self._codes = (lower & 15) | (upper << 4)
         self._number_bytes = PANEL * inputs_per_number * matrix.bits // 8
-        scales = torch.nn.functional.pad(matrix.scales, (0, 0, 0, missing))
-        self._scales = scales.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+        scales = matrix.scales if is_compiled_for(matrix.scales.dtype) else matrix.scales.float()
+        self._scales = _packed(scales, missing, 1)
+        self._zeros = None
+        if matrix.zeros is not None:
+            self._zeros = _packed(matrix.zeros.repeat_interleave(inputs_per_number, dim=1), missing, inputs_per_number)
+        address_of = _address_of(
+            matrix.bits,
+            str(scales.dtype).removeprefix("torch."),
+            in_pairs=self._in_pairs,
+            has_zeros=self._zeros is not None,
+        )
+        self._launch = launcher_for(address_of, self._stored_dtype)
         if bias is None:
             bias = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
         self._bias = torch.nn.functional.pad(bias.float(), (0, missing))
@@ -117,6 +164,7 @@ class QuantizedLinear:
             self._codes.data_ptr(),
             self._number_bytes,
             self._scales.data_ptr(),
+            0 if self._zeros is None else self._zeros.data_ptr(),
             self._bias.data_ptr(),
             output.data_ptr(),
             *runs_of(len(self._scales), num_threads, x.shape[0]),
@@ -125,12 +173,10 @@ class QuantizedLinear:
         return output[:, : self.out_features].to(self._dtype).contiguous()
 
 
-def _packed(matrix: QuantizedMatrix, missing: int, inputs_per_number: int) -> torch.Tensor:
-    """The codes in the order of `quantized_kernels`, with `missing` outputs of zeros at the end."""
-    padded = torch.nn.functional.pad(matrix.codes, (0, 0, 0, missing))
-    numbers = padded.reshape(-1, PANEL, padded.shape[1] // inputs_per_number, inputs_per_number)
-    codes = numbers.transpose(1, 2).contiguous()  # [panels, numbers, outputs, inputs of a number]
-    if matrix.bits == 8:
-        return codes
-    lower, upper = codes.view(-1, 2, WIDTH).unbind(1)
-    return (lower & 15) | (upper << 4)
+def _packed(numbers: torch.Tensor, missing: int, inputs_per_number: int) -> torch.Tensor:
+    """[outputs, inputs] in the order of `quantized_kernels`, with `missing` outputs of zeros at the end: [panels,
+    numbers, outputs of a panel, inputs of a number]."""
+    padded = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
+    return (
+        padded.reshape(-1, PANEL, padded.shape[1] // inputs_per_number, inputs_per_number).transpose(1, 2).contiguous()
+    )

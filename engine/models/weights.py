@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, shown
 from engine.models.config import ModelConfig, read_json
-from engine.models.quantized import QuantizedMatrix
+from engine.models.packed_codes import PackedLayer, PackedMatrix
+from engine.models.quantized import BITS, QuantizedMatrix
 from engine.models.weight_codes import OTHER_SCALES, SCALES, WeightCodes
 from engine.partition import Part
 
@@ -41,8 +42,14 @@ class WeightSource(Protocol):
         copies it, and it may be a view of the file."""
 
     def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
-        """The same, in codes. A part has those of the whole."""
+        """The same, in codes: the checkpoint's own, where they have no more bits than `quantization` says, none as few
+        as there are; otherwise new ones. A part has those of the whole."""
         return QuantizedMatrix.of(self.take(name, shape, is_kept=False), quantization)
+
+    def keeps_codes(self, name: str, shape: tuple[int, int]) -> bool:
+        """Whether the tensor called `name` is codes that are computed with although no quantization is asked for."""
+        del name, shape
+        return False
 
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """Raises InvalidCheckpoint if tensors were not taken; names ending in one of `ignored`, or beginning with one
@@ -72,6 +79,7 @@ class SafetensorsWeights(WeightSource):
         self._dtype = dtype
         self._device = device
         self._codes = codes
+        self._packing = None if codes is None else codes.packing
         self._stored: dict[str, _Stored] = {}
         self._files: dict[str, Any] = {}  # untyped handles of safetensors
         folder = Path(folder)
@@ -81,10 +89,12 @@ class SafetensorsWeights(WeightSource):
                 self._stored |= _single_experts(self._files[file_name], _Stored(file_name, name))
 
     def has(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._stored or self._is_packed(name)
 
     def take(self, name: str, shape: tuple[int, ...], *, is_kept: bool = True) -> torch.Tensor:
         """See `WeightSource.take`. Raises InvalidCheckpoint, naming tensor and file."""
+        if len(shape) == _MATRIX and self._is_packed(name):
+            return self._take_packed(name, shape).values().to(device=self._device, dtype=self._dtype)
         stored = self._stored.pop(name, None)
         if stored is None:
             raise InvalidCheckpoint(f"tensor {shown(name)} is missing from the checkpoint")
@@ -101,6 +111,41 @@ class SafetensorsWeights(WeightSource):
             raise InvalidCheckpoint(f"tensor {shown(name)} of {file_name} is {tensor.dtype}; supported: {_READABLE}")
         converted = tensor.to(device=self._device, dtype=self._dtype)
         return converted.clone() if is_kept and converted is tensor else converted
+
+    def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
+        """See `WeightSource.take_quantized`."""
+        if not self._is_packed(name):
+            return super().take_quantized(name, shape, quantization)
+        packed = self._take_packed(name, shape)
+        is_kept = packed.order is None and packed.matrix.bits <= BITS[quantization]
+        return packed.matrix if is_kept else QuantizedMatrix.of(packed.values(), quantization)
+
+    def keeps_codes(self, name: str, shape: tuple[int, int]) -> bool:
+        """See `WeightSource.keeps_codes`. Codes whose groups are not of adjacent inputs are not."""
+        if self._device.type != "cpu" or not self._is_packed(name):
+            return False
+        layer = self._packed_layer(name, shape)
+        return layer.bits() <= BITS["none"] and layer.order() is None
+
+    def _is_packed(self, name: str) -> bool:
+        return self._packing is not None and f"{_layer(name)}.{self._packing.codes}" in self._stored
+
+    def _packed_layer(self, name: str, shape: tuple[int, ...]) -> PackedLayer:
+        assert self._codes is not None
+        assert self._packing is not None
+        rows, columns = shape
+
+        def read(name: str) -> torch.Tensor | None:
+            return self._read(name, self._stored[name]) if name in self._stored else None
+
+        return PackedLayer(_layer(name), (rows, columns), self._packing, self._codes.group, read)
+
+    def _take_packed(self, name: str, shape: tuple[int, ...]) -> PackedMatrix:
+        layer = self._packed_layer(name, shape)
+        matrix = layer.matrix()
+        for taken in layer.names():
+            self._stored.pop(taken, None)
+        return matrix
 
     def _read(self, name: str, stored: _Stored) -> torch.Tensor:
         try:
@@ -126,9 +171,15 @@ class SafetensorsWeights(WeightSource):
         if self._codes is not None:
             ignored += OTHER_SCALES
         left = sorted(name for name in self._stored if not name.endswith(ignored) and not name.startswith(elsewhere))
+        if self._packing is not None:
+            left = [name for name in left if not self._is_zero_bias(name)]
         if left:
             named = shortened([f"{shown(name)} of {self._stored[name].file_name}" for name in left])
             raise InvalidCheckpoint(f"the checkpoint contains tensors that the architecture does not use: {named}")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Tools that pack codes write one for layers that have none."""
+        return name.endswith(".bias") and not self._read(name, self._stored[name]).any()
 
 
 class DummyWeights(WeightSource):
@@ -186,6 +237,10 @@ class PartWeights(WeightSource):
         cut = self._cut(name, shape)
         return matrix.narrow(*cut) if cut else matrix
 
+    def keeps_codes(self, name: str, shape: tuple[int, int]) -> bool:
+        """See `WeightSource.keeps_codes`."""
+        return self._source.keeps_codes(name, shape)
+
     def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
         """Dimension, start and length of the part; None: all of it."""
         module = _module(name)
@@ -214,6 +269,11 @@ _OUTPUTS = ("q_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_he
 """Layers whose outputs are divided among the ranks."""
 _INPUTS = ("o_proj", "down_proj", "w2")
 """Layers whose inputs are, so that their outputs are summed."""
+
+
+def _layer(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return name.rpartition(".")[0]
 
 
 def _module(name: str) -> str:

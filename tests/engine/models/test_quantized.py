@@ -21,12 +21,30 @@ from tests.oracle import GreedyOracle, random_prompts
 GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
 METHODS: tuple[Quantization, ...] = ("int8", "int4")
+CHECKPOINTS = {"4 bits, zero points": (4, 64, torch.float16), "8 bits, zero points": (8, 24, torch.float32)}
+"""Bits, inputs of a group, dtype of scales."""
 
 
 def numbers_of(matrix: QuantizedMatrix) -> torch.Tensor:
     """What the codes stand for."""
-    scales = matrix.scales.double().repeat_interleave(matrix.group, dim=1)
-    return matrix.codes.double() * scales[:, : matrix.codes.shape[1]]
+    zeros = torch.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
+    by_input = [numbers.double().repeat_interleave(matrix.group, dim=1) for numbers in (matrix.scales, zeros)]
+    scales, zeros = (numbers[:, : matrix.codes.shape[1]] for numbers in by_input)
+    return (matrix.codes.double() - zeros) * scales
+
+
+def matrix_of(outputs: int, inputs: int, kind: str) -> QuantizedMatrix:
+    """Of random weights, in codes made here or as checkpoints have them."""
+    if kind in METHODS:
+        return QuantizedMatrix.of(random(outputs, inputs) / inputs**0.5, kind)
+    bits, group, scale_dtype = CHECKPOINTS[kind]
+    groups, generator = -(-inputs // group), torch.Generator().manual_seed(3)
+    half = 1 << bits - 1
+    codes, zeros = (
+        torch.randint(-half, half, (outputs, size), generator=generator, dtype=torch.int8) for size in (inputs, groups)
+    )
+    scales = torch.rand((outputs, groups), generator=generator) / (half * inputs**0.5)
+    return QuantizedMatrix(codes, scales.to(scale_dtype), bits, group, zeros)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,15 +53,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(100, 97), (192, 160), (1300, 32)])
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "bfloat16, in pairs"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("codes", [*METHODS, *CHECKPOINTS])
 def test_a_row_is_the_product_with_the_numbers_and_has_the_same_bits_among_any_others(
-    method: Quantization, kind: str, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+    codes: str, kind: str, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (in_pairs := kind.endswith("in pairs")) and not has_pairs():
         pytest.skip("the kernel needs AVX512_BF16")
     monkeypatch.setattr(quantized, "multiplies_pairs", lambda: in_pairs)
     dtype: torch.dtype = getattr(torch, kind.partition(",")[0])
-    matrix = QuantizedMatrix.of(random(outputs, inputs) / inputs**0.5, method)
+    matrix = matrix_of(outputs, inputs, codes)
     bias, x = random(outputs, seed=1), random(70, inputs, seed=2).to(dtype)
     layer = QuantizedLinear(matrix, bias, dtype)
     together = layer(x)
@@ -76,14 +94,20 @@ def test_codes_take_few_bits_and_err_by_half_a_step(method: Quantization) -> Non
     assert num_bytes / weight.numel() == pytest.approx({"int8": 1.0, "int4": 0.5625}[method], rel=0.01)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_rank_has_the_numbers_of_the_whole(method: Quantization) -> None:
-    whole = QuantizedMatrix.of(random(12, 160), method)
+@pytest.mark.parametrize("codes", [*METHODS, *CHECKPOINTS])
+def test_a_rank_has_the_numbers_of_the_whole(codes: str) -> None:
+    whole = matrix_of(12, 160, codes)
+    assert torch.equal(whole.values().double(), numbers_of(whole).float().double())
     for dim, start, length in ((0, 3, 5), (1, 0, 80), (1, 80, 80), (1, 50, 37)):
         part = whole.narrow(dim, start, length)
         assert torch.equal(numbers_of(part), numbers_of(whole).narrow(dim, start, length))
     halves = [whole.narrow(0, 0, 5), whole.narrow(0, 5, 7)]
     assert torch.equal(numbers_of(stacked(halves)), numbers_of(whole))
+
+
+def test_matrices_of_all_kinds_are_stacked() -> None:
+    parts = [matrix_of(12, 160, codes) for codes in (*METHODS, *CHECKPOINTS)]
+    assert torch.equal(numbers_of(stacked(parts)), torch.cat([numbers_of(part) for part in parts]))
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:

@@ -147,13 +147,13 @@ def test_codes_that_the_config_does_not_describe_are_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "gptq"}, "quantization_config ('gptq') is not supported; supported: unquantized weights"),
+        ({"quant_method": "mxfp4"}, "quantization_config ('mxfp4') is not supported; supported: unquantized weights"),
         ({}, "quantization_config (None) is not supported"),
         ("fp8", "quantization_config ('fp8') is not supported"),
         ({"quant_method": ["fp8"]}, "quantization_config (['fp8']) is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "('modelopt NVFP4') is not supported"),
         ({"quant_method": "modelopt"}, "('modelopt') is not supported"),
-        (_compressed("pack-quantized"), "('compressed-tensors pack-quantized') is not supported"),
+        (_compressed("nvfp4-pack-quantized"), "('compressed-tensors nvfp4-pack-quantized') is not supported"),
         ({**_compressed("int-quantized"), "transform_config": {"a": 1}}, "with a transform_config') is not supported"),
         ({**_compressed("int-quantized"), "config_groups": {}}, "without config_groups') is not supported"),
         ({**_compressed("int-quantized"), "config_groups": 3}, "without config_groups') is not supported"),
