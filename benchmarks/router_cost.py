@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ from tqdm import tqdm
 
 from benchmarks import token_load, token_source
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
+from tandem.client.channel import ROUTER_SERVICE
+from tandem.client.health import wait_serving
 from tests.fakes.model_folder import write_model_folder
 
 Way = Literal["direct", "bare", "router"]
@@ -43,7 +46,7 @@ Way = Literal["direct", "bare", "router"]
 _START_TIMEOUT_S = 60.0
 _WARM_UP_S = 1.5
 _MEET_S = 1.5
-"""Until the router has discovered the stub."""
+"""Until the router has the load of all its instances."""
 _context = multiprocessing.get_context("spawn")
 _MAX_CPU_US = 50.0
 _MAX_RATIO = 1.7
@@ -228,10 +231,11 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pace = token_source.Pace(_context.Value("d", 1.0), _context.Value("b", 0))
-        _, source = _start(stack, token_source.run, pace)
-        bare, bare_address = _start(stack, run_bare_relay, source)
-        router, router_address = _start_router(stack, folder, source, workers)
-        pipes = [_start_client(stack) for _ in range(clients)]
+        _, source = start_process(stack, token_source.run, pace)
+        bare, bare_address = start_process(stack, run_bare_relay, source)
+        arguments = ("--model", str(write_model_folder(folder / "model")), "--decode", source)
+        router, router_address = start_router(stack, folder / "router.log", *arguments, "--workers", str(workers))
+        pipes = [_spawn(stack, token_load.run)[1] for _ in range(clients)]
         relays: dict[Way, _Relay] = {
             "direct": _Relay(source, None),
             "bare": _Relay(bare_address, psutil.Process(bare)),
@@ -240,39 +244,35 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
         yield Windows(relays, pipes, pace, folder / "router.log", connections)
 
 
-def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, str]:
-    """Starts a process that sends its address when it is ready; returns its id and that address."""
-    here, there = _context.Pipe()
-    process = _context.Process(target=target, args=(there, *arguments), daemon=True)
-    process.start()
-    stack.callback(process.kill)
+def start_process(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, Any]:
+    """Starts a process that sends something when it is ready, as its address; returns its id and that."""
+    process, here = _spawn(stack, target, *arguments)
     if not here.poll(_START_TIMEOUT_S):
         raise click.ClickException(f"{target.__module__}.{target.__name__} did not start")
     assert process.pid is not None
     return process.pid, here.recv()
 
 
-def _start_client(stack: ExitStack) -> Connection:
+def _spawn(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A process that runs until the end of the block, and our end of the pipe to it."""
     here, there = _context.Pipe()
-    process = _context.Process(target=token_load.run, args=(there,), daemon=True)
+    process = _context.Process(target=target, args=(there, *arguments), daemon=True)
     process.start()
+    stack.callback(process.join)
     stack.callback(process.kill)
-    return here
+    return process, here
 
 
-def _start_router(stack: ExitStack, folder: Path, source: str, num_workers: int) -> tuple[int, str]:
-    """`python -m router` in front of `source`, with a model's folder that has no weights."""
-    model = write_model_folder(folder / "model")
-    command = [sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--model", str(model), "--decode", source]
-    command += ["--workers", str(num_workers)]
-    log = folder / "router.log"
+def start_router(stack: ExitStack, log: Path, *arguments: str) -> tuple[int, str]:
+    """Starts `python -m router`, which writes to `log`; returns its id and address once it knows its instances."""
+    command = [sys.executable, "-m", "router", "--listen", "127.0.0.1:0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True)
     stack.callback(process.wait)
     stack.callback(process.kill)
     assert process.stdout is not None
     address = process.stdout.readline().strip().removeprefix("ready address=")
-    if not address:
-        raise click.ClickException(f"the router did not start: {log.read_text()[-4000:]}")
+    if not address or not wait_serving(address, ROUTER_SERVICE, _START_TIMEOUT_S):
+        raise click.ClickException(f"the router does not serve: {log.read_text()[-4000:]}")
     time.sleep(_MEET_S)
     return process.pid, address
 
