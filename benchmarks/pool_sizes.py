@@ -275,7 +275,7 @@ def _stubs(size: Size) -> Iterator[str]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pools = stub_engines.Pools(*size, _SPEEDS, _STUB_VOCAB_SIZE)
-        _, (prefill, decode) = start_process(stack, stub_engines.run, pools)
+        _, (prefill, decode) = start_process(stack, stub_engines.serve, pools)
         arguments = ["--model", str(MODEL_DIR), "--disaggregation", "always", "--no-pools-check-tokenizer"]
         arguments += ["--prefill", ",".join(prefill), "--decode", ",".join(decode)]
         _, address = start_router(stack, folder / "router.log", *arguments)

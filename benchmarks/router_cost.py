@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -80,6 +80,9 @@ class Sample:
     """Age of a token when its client has it, milliseconds."""
     p99_ms: float
 
+
+_Program = Callable[..., Coroutine[Any, Any, None]]
+"""Of a process; its first argument is a pipe."""
 
 Round = dict[Way, Sample]
 """One window of each way, one after the other."""
@@ -231,11 +234,11 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pace = token_source.Pace(_context.Value("d", 1.0), _context.Value("b", 0))
-        _, source = start_process(stack, token_source.run, pace)
-        bare, bare_address = start_process(stack, run_bare_relay, source)
+        _, source = start_process(stack, token_source.serve, pace)
+        bare, bare_address = start_process(stack, relay, source)
         arguments = ("--model", str(write_model_folder(folder / "model")), "--decode", source)
         router, router_address = start_router(stack, folder / "router.log", *arguments, "--workers", str(workers))
-        pipes = [_spawn(stack, token_load.run)[1] for _ in range(clients)]
+        pipes = [_spawn(stack, token_load.serve)[1] for _ in range(clients)]
         relays: dict[Way, _Relay] = {
             "direct": _Relay(source, None),
             "bare": _Relay(bare_address, psutil.Process(bare)),
@@ -244,7 +247,7 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
         yield Windows(relays, pipes, pace, folder / "router.log", connections)
 
 
-def start_process(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, Any]:
+def start_process(stack: ExitStack, target: _Program, *arguments: Any) -> tuple[int, Any]:
     """Starts a process that sends something when it is ready, as its address; returns its id and that."""
     process, here = _spawn(stack, target, *arguments)
     if not here.poll(_START_TIMEOUT_S):
@@ -253,14 +256,18 @@ def start_process(stack: ExitStack, target: Callable[..., None], *arguments: Any
     return process.pid, here.recv()
 
 
-def _spawn(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[SpawnProcess, Connection]:
-    """A process that runs until the end of the block, and our end of the pipe to it."""
+def _spawn(stack: ExitStack, target: _Program, *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A process that runs `target` until the end of the block, and our end of the pipe that it gets."""
     here, there = _context.Pipe()
-    process = _context.Process(target=target, args=(there, *arguments), daemon=True)
+    process = _context.Process(target=_run, args=(target, there, *arguments), daemon=True)
     process.start()
     stack.callback(process.join)
     stack.callback(process.kill)
     return process, here
+
+
+def _run(target: _Program, *arguments: Any) -> None:
+    asyncio.run(target(*arguments))
 
 
 def start_router(stack: ExitStack, log: Path, *arguments: str) -> tuple[int, str]:
@@ -294,12 +301,8 @@ class BareRelay(generation_pb2_grpc.GenerationServiceServicer):
             yield response
 
 
-def run_bare_relay(ready: Connection, source: str) -> None:
-    """The process: sends its address through `ready` and relays the streams of `source` until it is killed."""
-    asyncio.run(_relay(ready, source))
-
-
-async def _relay(ready: Connection, source: str) -> None:
+async def relay(ready: Connection, source: str) -> None:
+    """Sends its address through `ready` and relays the streams of `source` until its process is killed."""
     async with grpc.aio.insecure_channel(source) as channel:
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(BareRelay(channel), server)
