@@ -172,7 +172,7 @@ wheel: $(RUNNABLE) ## Build the wheel into dist: pip install dist/tandem_llm-*.w
 
 bench: $(INSTALLED) ## Measure this machine against transformers, and the hand-over (minutes; benchmarks/LOG.md).
 	$(BIN)/python -m benchmarks.engine_vs_transformers
-	$(BIN)/python -m benchmarks.hand_over_gap
+	$(BIN)/python -m benchmarks.first_token --connector shared_storage --prompt 512
 
 clean: ## Remove caches and builds; .venv and node_modules stay.
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

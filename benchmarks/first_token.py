@@ -134,8 +134,9 @@ def measure(client: Client, prompt: list[int], output_len: int) -> Sample:
     """One request, alone."""
     started = time.monotonic()
     options = {"temperature": 0.0, "max_tokens": output_len, "ignore_eos": True}
-    times = [time.monotonic() for _ in client.stream(prompt, **options)]  # type: ignore[arg-type]
-    assert len(times) == output_len, "one piece for each token"
+    pieces = client.stream(prompt, **options)  # type: ignore[arg-type]
+    times = [time.monotonic() for piece in pieces for _ in piece.token_ids]
+    assert len(times) == output_len
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     return Sample(times[0] - started, gaps[0], statistics.median(gaps[1:]))
 

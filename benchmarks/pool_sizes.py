@@ -19,7 +19,6 @@ Long prompts arrive among running streams. Exit status 1: requests failed.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -36,16 +35,14 @@ from matplotlib.figure import Figure
 from benchmarks import page, stub_engines
 from benchmarks.first_token import touch_free_memory
 from benchmarks.mixed_load import PATIENT, Mix, ProgressBar, failed_cell, failures, measure, of_kind
+from benchmarks.router_cost import start_process, start_router
 from benchmarks.shapes import SHAPES, write_config
 from tandem.bench.serve import plots
 from tandem.bench.serve.endpoint import PlannedRequest, RequestRecord
 from tandem.bench.serve.report import Objectives, Point, machine, summarise, versions
-from tandem.client.channel import ROUTER_SERVICE
-from tandem.client.health import wait_serving
 from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
-from tandem.local_stack.topology import free_ports
 
 Size = tuple[int, int]
 """Prefill and decode instances."""
@@ -55,9 +52,6 @@ _STUB_SIZES: tuple[Size, ...] = tuple((p, d) for d in (1, 2, 8) for p in (1, 2, 
 _QUICK_SIZES: tuple[Size, ...] = ((1, 1), (2, 1), (1, 2))
 _SPEEDS = stub_engines.Speeds()
 _STUB_VOCAB_SIZE = 1024
-_START_TIMEOUT_S = 60.0
-_MEET_S = 1.0
-"""Until the router knows all stubs and has their load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,29 +272,13 @@ def _run_stubs(part: Part) -> None:
 @contextmanager
 def _stubs(size: Size) -> Iterator[str]:
     """The address of a router in front of stubs; all processes end with the block."""
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        here, there = context.Pipe()
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pools = stub_engines.Pools(*size, _SPEEDS, _STUB_VOCAB_SIZE)
-        stubs = context.Process(target=stub_engines.run, args=(there, pools), daemon=True)
-        stubs.start()
-        stack.callback(stubs.join)
-        stack.callback(stubs.kill)
-        if not here.poll(_START_TIMEOUT_S):
-            raise click.ClickException("the stub engines did not start")
-        prefill, decode = here.recv()
-        address = f"127.0.0.1:{free_ports(1)[0]}"
-        command = [sys.executable, "-m", "router", "--listen", address, "--model", str(MODEL_DIR)]
-        command += ["--disaggregation", "always", "--no-pools-check-tokenizer"]
-        command += ["--prefill", ",".join(prefill), "--decode", ",".join(decode)]
-        log = stack.enter_context(tempfile.TemporaryFile("w+"))
-        router = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-        stack.callback(router.wait)
-        stack.callback(router.kill)
-        if not wait_serving(address, ROUTER_SERVICE, _START_TIMEOUT_S):
-            log.seek(0)
-            raise click.ClickException(f"the router does not serve:\n{log.read()[-4000:]}")
-        time.sleep(_MEET_S)
+        _, (prefill, decode) = start_process(stack, stub_engines.serve, pools)
+        arguments = ["--model", str(MODEL_DIR), "--disaggregation", "always", "--no-pools-check-tokenizer"]
+        arguments += ["--prefill", ",".join(prefill), "--decode", ",".join(decode)]
+        _, address = start_router(stack, folder / "router.log", *arguments)
         yield address
 
 

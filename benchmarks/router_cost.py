@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ from tqdm import tqdm
 
 from benchmarks import token_load, token_source
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
+from tandem.client.channel import ROUTER_SERVICE
+from tandem.client.health import wait_serving
 from tests.fakes.model_folder import write_model_folder
 
 Way = Literal["direct", "bare", "router"]
@@ -43,7 +46,7 @@ Way = Literal["direct", "bare", "router"]
 _START_TIMEOUT_S = 60.0
 _WARM_UP_S = 1.5
 _MEET_S = 1.5
-"""Until the router has discovered the stub."""
+"""Until the router has the load of all its instances."""
 _context = multiprocessing.get_context("spawn")
 _MAX_CPU_US = 50.0
 _MAX_RATIO = 1.7
@@ -77,6 +80,9 @@ class Sample:
     """Age of a token when its client has it, milliseconds."""
     p99_ms: float
 
+
+_Program = Callable[..., Coroutine[Any, Any, None]]
+"""Of a process; its first argument is a pipe."""
 
 Round = dict[Way, Sample]
 """One window of each way, one after the other."""
@@ -228,10 +234,11 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pace = token_source.Pace(_context.Value("d", 1.0), _context.Value("b", 0))
-        _, source = _start(stack, token_source.run, pace)
-        bare, bare_address = _start(stack, run_bare_relay, source)
-        router, router_address = _start_router(stack, folder, source, workers)
-        pipes = [_start_client(stack) for _ in range(clients)]
+        _, source = start_process(stack, token_source.serve, pace)
+        bare, bare_address = start_process(stack, relay, source)
+        arguments = ("--model", str(write_model_folder(folder / "model")), "--decode", source)
+        router, router_address = start_router(stack, folder / "router.log", *arguments, "--workers", str(workers))
+        pipes = [_spawn(stack, token_load.serve)[1] for _ in range(clients)]
         relays: dict[Way, _Relay] = {
             "direct": _Relay(source, None),
             "bare": _Relay(bare_address, psutil.Process(bare)),
@@ -240,39 +247,39 @@ def running(clients: int, workers: int = 1, connections: int = 1) -> Iterator[Wi
         yield Windows(relays, pipes, pace, folder / "router.log", connections)
 
 
-def _start(stack: ExitStack, target: Callable[..., None], *arguments: Any) -> tuple[int, str]:
-    """Starts a process that sends its address when it is ready; returns its id and that address."""
-    here, there = _context.Pipe()
-    process = _context.Process(target=target, args=(there, *arguments), daemon=True)
-    process.start()
-    stack.callback(process.kill)
+def start_process(stack: ExitStack, target: _Program, *arguments: Any) -> tuple[int, Any]:
+    """Starts a process that sends something when it is ready, as its address; returns its id and that."""
+    process, here = _spawn(stack, target, *arguments)
     if not here.poll(_START_TIMEOUT_S):
         raise click.ClickException(f"{target.__module__}.{target.__name__} did not start")
     assert process.pid is not None
     return process.pid, here.recv()
 
 
-def _start_client(stack: ExitStack) -> Connection:
+def _spawn(stack: ExitStack, target: _Program, *arguments: Any) -> tuple[SpawnProcess, Connection]:
+    """A process that runs `target` until the end of the block, and our end of the pipe that it gets."""
     here, there = _context.Pipe()
-    process = _context.Process(target=token_load.run, args=(there,), daemon=True)
+    process = _context.Process(target=_run, args=(target, there, *arguments), daemon=True)
     process.start()
+    stack.callback(process.join)
     stack.callback(process.kill)
-    return here
+    return process, here
 
 
-def _start_router(stack: ExitStack, folder: Path, source: str, num_workers: int) -> tuple[int, str]:
-    """`python -m router` in front of `source`, with a model's folder that has no weights."""
-    model = write_model_folder(folder / "model")
-    command = [sys.executable, "-m", "router", "--listen", "127.0.0.1:0", "--model", str(model), "--decode", source]
-    command += ["--workers", str(num_workers)]
-    log = folder / "router.log"
+def _run(target: _Program, *arguments: Any) -> None:
+    asyncio.run(target(*arguments))
+
+
+def start_router(stack: ExitStack, log: Path, *arguments: str) -> tuple[int, str]:
+    """Starts `python -m router`, which writes to `log`; returns its id and address once it knows its instances."""
+    command = [sys.executable, "-m", "router", "--listen", "127.0.0.1:0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True)
     stack.callback(process.wait)
     stack.callback(process.kill)
     assert process.stdout is not None
     address = process.stdout.readline().strip().removeprefix("ready address=")
-    if not address:
-        raise click.ClickException(f"the router did not start: {log.read_text()[-4000:]}")
+    if not address or not wait_serving(address, ROUTER_SERVICE, _START_TIMEOUT_S):
+        raise click.ClickException(f"the router does not serve: {log.read_text()[-4000:]}")
     time.sleep(_MEET_S)
     return process.pid, address
 
@@ -294,12 +301,8 @@ class BareRelay(generation_pb2_grpc.GenerationServiceServicer):
             yield response
 
 
-def run_bare_relay(ready: Connection, source: str) -> None:
-    """The process: sends its address through `ready` and relays the streams of `source` until it is killed."""
-    asyncio.run(_relay(ready, source))
-
-
-async def _relay(ready: Connection, source: str) -> None:
+async def relay(ready: Connection, source: str) -> None:
+    """Sends its address through `ready` and relays the streams of `source` until its process is killed."""
     async with grpc.aio.insecure_channel(source) as channel:
         server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(BareRelay(channel), server)

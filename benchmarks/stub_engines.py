@@ -212,12 +212,8 @@ def _chunk(request: Any, index: int) -> common_pb2.TokenChunk:
     return chunk
 
 
-def run(ready: Connection, pools: Pools) -> None:
-    """The process: sends (addresses of prefill, of decode) through `ready` and serves until it is killed."""
-    asyncio.run(_serve(ready, pools))
-
-
-async def _serve(ready: Connection, pools: Pools) -> None:
+async def serve(ready: Connection, pools: Pools) -> None:
+    """Sends (addresses of prefill, of decode) through `ready` and serves until its process is killed."""
     stubs: list[_Stub] = [PrefillStub(f"prefill-{index}", pools) for index in range(pools.num_prefill)]
     stubs += [DecodeStub(f"decode-{index}", pools) for index in range(pools.num_decode)]
     servers = [await _start(stub) for stub in stubs]

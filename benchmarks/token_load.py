@@ -51,12 +51,8 @@ class Seen:
     """Of each token, of which a message may have several: from its creation at the source to its arrival here."""
 
 
-def run(orders: Connection) -> None:
-    """The process: for each `Window` from `orders` it returns a `Seen`, or the text of an error; None ends it."""
-    asyncio.run(_serve(orders))
-
-
-async def _serve(orders: Connection) -> None:
+async def serve(orders: Connection) -> None:
+    """For each `Window` from `orders` it returns a `Seen`, or the text of an error; None ends it."""
     while (window := await asyncio.to_thread(orders.recv)) is not None:
         try:
             orders.send(await _read(window))

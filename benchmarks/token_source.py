@@ -158,12 +158,8 @@ class TokenSource(
                 return
 
 
-def run(ready: Connection, pace: Pace) -> None:
-    """The process: sends its address through `ready` and serves until it is killed."""
-    asyncio.run(_serve(ready, pace))
-
-
-async def _serve(ready: Connection, pace: Pace) -> None:
+async def serve(ready: Connection, pace: Pace) -> None:
+    """Sends its address through `ready` and serves until its process is killed."""
     server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 250)])
     servicer = TokenSource(pace)
     instance_pb2_grpc.add_InstanceServiceServicer_to_server(servicer, server)

@@ -4,16 +4,13 @@
 
 A stack of one prefill and one decode instance and one of a single instance, float32, one thread each, asked in turns;
 every prompt is new, and nothing else runs at the time: a stack is asked when the other's processes, which poll for a
-second after an answer, are asleep. Prints medians, and the least: TTFT of both, the gap between
-tokens 1 and 2 of the first, and the decode step (mean of its later gaps). Then the CPU time that each process took
-until the first token, on average: what TTFT is made of where processes share cores.
+second after an answer, are asleep. Prints medians, and the least, of what `first_token` measures: TTFT of both, the gap
+between tokens 1 and 2 of the first, and the decode step.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-import re
 import shutil
 import statistics
 import tempfile
@@ -21,11 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import click
-import psutil
 
+from benchmarks.first_token import Sample, measure
 from benchmarks.peers import vllm_python_option
 from benchmarks.shapes import SHAPES, write_config
 from tandem.client.client import Client
@@ -39,24 +35,6 @@ PAUSE_S = 1.5
 """Before each request."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """Of the demo's model, whose vocabulary is smaller: vLLM does not start without."""
-
-
-class Asked(NamedTuple):
-    """A stack that is measured."""
-
-    client: Client
-    processes: dict[str, psutil.Process]
-    """By member and what it is there."""
-
-
-class Times(NamedTuple):
-    """Of one request, in seconds."""
-
-    ttft_s: float
-    gap_s: float
-    step_s: float
-    cpu_s: dict[str, float]
-    """Until the first token, by process."""
 
 
 @click.command(help=__doc__)
@@ -73,10 +51,10 @@ def main(vllm_python: Path, connector: str, shape: str, prompt_len: int, chunk: 
 
 def compare(
     interpreter: str, connector: str, shape: str, prompt_len: int, chunk: int, repeat: int
-) -> tuple[list[Times], list[Times]]:
+) -> tuple[list[Sample], list[Sample]]:
     """Handed over, aggregated: `repeat` requests to each, after two to warm up."""
     rng, vocab_size = random.Random(0), SHAPES[shape]["vocab_size"]
-    found: tuple[list[Times], list[Times]] = ([], [])
+    found: tuple[list[Sample], list[Sample]] = ([], [])
     with tempfile.TemporaryDirectory() as name, ExitStack() as stacks:
         model = write_config(Path(name) / "model", shape)
         for file in _TOKENIZER_FILES:
@@ -84,14 +62,17 @@ def compare(
         split = stacks.enter_context(stack(model, interpreter, chunk, connector, "always"))
         whole = stacks.enter_context(stack(model, interpreter, chunk, connector, "never"))
         for _ in range(repeat + 2):
-            for asked, times in zip((split, whole), found, strict=True):
+            for client, samples in zip((split, whole), found, strict=True):
                 time.sleep(PAUSE_S)
-                times.append(measure(asked, [rng.randrange(3, vocab_size) for _ in range(prompt_len)]))
+                prompt = [rng.randrange(3, vocab_size) for _ in range(prompt_len)]
+                samples.append(measure(client, prompt, OUTPUT_LEN))
     return found[0][2:], found[1][2:]
 
 
 @contextmanager
-def stack(model: Path, interpreter: str, chunk: int, connector: str, disaggregation: Disaggregation) -> Iterator[Asked]:
+def stack(
+    model: Path, interpreter: str, chunk: int, connector: str, disaggregation: Disaggregation
+) -> Iterator[Client]:
     """Its weights are random, the same in every instance."""
     sizes = ("--load-format", "dummy", "--block-size", "32", "--max-num-batched-tokens", str(chunk))
     settings = StackSettings(
@@ -113,41 +94,10 @@ def stack(model: Path, interpreter: str, chunk: int, connector: str, disaggregat
     with LocalStack(settings) as running, Client(running.address) as client:
         while instances_out(running.admin_address):
             time.sleep(0.1)
-        yield Asked(client, dict(processes(running)))
+        yield client
 
 
-def processes(running: LocalStack) -> Iterator[tuple[str, psutil.Process]]:
-    for name, member in running.processes.items():
-        server = psutil.Process(member.pid)
-        yield name, server
-        for process in server.children(recursive=True):
-            title = process.name() if process.name().startswith("VLLM::") else " ".join(process.cmdline())
-            what = re.search(r"VLLM::\w+|vllm_engine\.process", title)
-            if what is not None:
-                yield f"{name} {what[0]}", process
-
-
-def cpu_s(asked: Asked) -> dict[str, float]:
-    times = {name: process.cpu_times() for name, process in asked.processes.items()}
-    return {name: taken.user + taken.system for name, taken in times.items()}
-
-
-def measure(asked: Asked, prompt: list[int]) -> Times:
-    """One request, alone."""
-    before, started = cpu_s(asked), time.monotonic()
-    stream = asked.client.stream(prompt, temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    first = next(stream)
-    arrivals = [(time.monotonic(), len(first.token_ids))]
-    used_s = {name: after - before[name] for name, after in cpu_s(asked).items()}
-    arrivals += [(time.monotonic(), len(piece.token_ids)) for piece in stream]
-    assert arrivals[0][1] == 1, "prefill's token comes alone"
-    assert sum(count for _, count in arrivals) == OUTPUT_LEN
-    times = [at for at, count in arrivals for _ in range(count)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Times(times[0] - started, gaps[0], statistics.mean(gaps[1:]), used_s)
-
-
-def show(split: list[Times], whole: list[Times]) -> None:
+def show(split: list[Sample], whole: list[Sample]) -> None:
     figures = {
         "TTFT handed over": [times.ttft_s for times in split],
         "TTFT aggregated": [times.ttft_s for times in whole],
@@ -158,11 +108,6 @@ def show(split: list[Times], whole: list[Times]) -> None:
         click.echo(f"{name:17} median {statistics.median(seconds) * 1e3:6.1f} ms, least {min(seconds) * 1e3:6.1f} ms")
     ratio = statistics.median(times.ttft_s for times in split) / statistics.median(times.ttft_s for times in whole)
     click.echo(f"TTFT handed over / aggregated: {ratio:.2f}")
-    for kind, found in (("handed over", split), ("aggregated", whole)):
-        mean_s = {name: statistics.mean(times.cpu_s[name] for times in found) for name in found[0].cpu_s}
-        click.echo(f"CPU until the first token, {kind}: {sum(mean_s.values()) * 1e3:.0f} ms")
-        for name in sorted(mean_s, key=lambda name: -mean_s[name]):
-            click.echo(f"  {mean_s[name] * 1e3:7.1f} ms {name}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
-import zmq
 
 from engine import failpoints
 from engine.core.messages import Event, KVProgress, LeaseCommand, LoadedEvent, ReservedEvent, Seed
+from engine.core.process import Mailbox
 from engine.errors import EngineError
 from engine.kv_connector import KVConnector, KVConnectorOutput, KVLoadResult, make_connector, self_test
 from engine.machine import set_up_process
@@ -96,8 +96,8 @@ class WorkerHalf:
         set_up_process(setup.config)
         self._fingerprint = setup.fingerprint
         self._block_size = setup.block_size
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._connector: KVConnector = make_connector(setup.config.kv_connector, self._wake)
+        self._mailbox = Mailbox(setup.address, HostCommand, linger_ms=0)
+        self._connector: KVConnector = make_connector(setup.config.kv_connector, self._mailbox.wake)
         self._connector.register_kv_cache(pages, setup, bytes.fromhex(setup.fingerprint))
         self_test(self._connector)
         self.name = self._connector.name
@@ -117,7 +117,7 @@ class WorkerHalf:
         self._reported = KVLoad()
         self._interrupted_until_s = 0.0
         self._is_ending = False
-        self._thread = threading.Thread(target=self._run, args=(setup.address,), daemon=True, name="kv-transfers")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kv-transfers")
         self._thread.start()
 
     # Called for each step
@@ -134,7 +134,7 @@ class WorkerHalf:
             for finished in step.finished:
                 self._finish(finished)
             self._connector.start_io()
-        self._wake()
+        self._mailbox.wake()
 
     def flush_preempted(self, step: KVStep) -> None:
         """Before the blocks of preempted requests are overwritten. A save that has begun may still read one: it is
@@ -146,7 +146,7 @@ class WorkerHalf:
             for request_id in step.preempted:
                 if (transfer := self._transfers.get(request_id)) is not None:
                     self._finish(Finished(request_id, transfer.block_ids, "abort", keeps_blocks=False))
-        self._wake()
+        self._mailbox.wake()
 
     def end_step(self, step: KVStep) -> None:
         """After the model has computed."""
@@ -160,7 +160,7 @@ class WorkerHalf:
             for progress in step.progressed:
                 self._progress(progress)
             self._connector.start_io()
-        self._wake()
+        self._mailbox.wake()
 
     def take_results(self, step: KVStep) -> StepResults:
         """What has ended since the last call. Waits a little where the step computes nothing."""
@@ -183,44 +183,28 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """End I/O, and remove what is this process's own."""
         self._is_ending = True
-        self._wake()
+        self._mailbox.wake()
         self._thread.join()
         self._connector.shutdown()
 
     # The thread
 
-    def _run(self, address: str) -> None:
+    def _run(self) -> None:
         try:
-            self._step_until_ending(address)
+            while not self._is_ending:
+                commands = self._mailbox.receive(self._timeout_s())
+                if (report := self._turn(commands)) is not None:
+                    failpoints.hit("kv.report")
+                    self._mailbox.send(report)
+            self._mailbox.close()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    def _step_until_ending(self, address: str) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        socket.set(zmq.LINGER, 0)
-        socket.set_hwm(0)
-        socket.connect(address)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_fd, zmq.POLLIN)
-        decoder, encoder = msgspec.msgpack.Decoder(HostCommand), msgspec.msgpack.Encoder()
-        while not self._is_ending:
-            ready = dict(poller.poll(self._timeout_ms()))
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-            commands: list[HostCommand] = []
-            while socket.poll(0):
-                commands.append(decoder.decode(socket.recv()))
-            if (report := self._turn(commands)) is not None:
-                failpoints.hit("kv.report")
-                socket.send(encoder.encode(report))
-        socket.close()
-
-    def _timeout_ms(self) -> int:
+    def _timeout_s(self) -> float:
         with self._changed:
             deadline_s = self._connector.next_deadline_s()
-        return int(1000 * min(_TICK_S, _TICK_S if deadline_s is None else max(0.001, deadline_s)))
+        return _TICK_S if deadline_s is None else min(_TICK_S, max(0.001, deadline_s))
 
     def _turn(self, commands: list[HostCommand]) -> KVReport | None:
         """Pass commands on, collect finished I/O, start what follows. Returns what is new to the host."""
@@ -238,10 +222,6 @@ class WorkerHalf:
             return report
 
     # Inside, with the lock
-
-    def _wake(self) -> None:
-        """From any thread."""
-        os.eventfd_write(self._wake_fd, 1)
 
     def _add(self, new: NewTransfer) -> None:
         spec = new.sampled.with_tokens(new.token_ids)

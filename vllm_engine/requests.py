@@ -63,7 +63,7 @@ def vllm_params(request: EngineRequest) -> VllmSamplingParams:
         ignore_eos=True,
         detokenize=False,
         logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs if _needs_prompt_logprobs(request) else None,
+        prompt_logprobs=params.prompt_logprobs if request.returns_prompt_logprobs else None,
         output_kind=RequestOutputKind.DELTA,
         extra_args={_EXTRA_ARG: msgspec.msgpack.encode(sampled_request(request))},
         skip_clone=True,
@@ -120,17 +120,12 @@ def _ending(request: EngineRequest, completion: Any) -> tuple[FinishReason, int 
     return ("stop" if last in request.ending_token_ids else "length"), None
 
 
-def _needs_prompt_logprobs(request: EngineRequest) -> bool:
-    """They are returned once, by the first choice, and not after output that another instance emitted."""
-    return request.choice == 0 and not request.output_token_ids and request.remote_kv is None
-
-
 def _logprobs(positions: Sequence[Mapping[int, Any]], token_ids: Sequence[int]) -> list[list[TokenLogprob]]:
     return [_entries(found, token_id) for found, token_id in zip(positions, token_ids, strict=False)]
 
 
 def _prompt_logprobs(request: EngineRequest, output: RequestOutput) -> list[list[TokenLogprob]]:
-    if request.params.prompt_logprobs is None or not _needs_prompt_logprobs(request):
+    if request.params.prompt_logprobs is None or not request.returns_prompt_logprobs:
         return []
     positions = output.prompt_logprobs or []
     return [[] if found is None else _entries(found, token_id) for found, token_id in

@@ -25,6 +25,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_update
 from engine import failpoints
 from engine.sampling import sampler
 from engine.sampling.grammar_masks import warm_up_masks
+from engine.sampling.sampler_kernels import sample_address
 from engine.scheduling.request import Request
 from vllm_engine.failures import FOLDER, FailureLog
 from vllm_engine.grammars import State, worker_grammars
@@ -55,7 +56,7 @@ class PositionSampling(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del is_pin_memory
         if device.type == "cpu":
-            sampler.prepare()
+            sample_address()  # compiled here, not in a step
         model = vllm_config.model_config
         self._sampler = sampler.TokenSampler()
         self._grammars = worker_grammars(Path(model.model), model.get_vocab_size())

@@ -22,17 +22,21 @@ import torch
 
 from benchmarks import page, vllm_hand_over
 from benchmarks.engine_vs_transformers import timed
-from benchmarks.peers import shapes_option, summary, vllm_python_option
+from benchmarks.peers import shapes_option, vllm_python_option
 from benchmarks.peers.engine_vs_vllm import DECODING, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
 from tandem.bench.serve.report import machine, versions
 
+RESULTS = Path(__file__).resolve().parents[1] / "RESULTS.md"
+PAGES = RESULTS.with_name("results")
+RATIO = "vLLM / Tandem"
+_TITLE = "# Tandem beside vLLM: "
 _CONNECTORS = ("shared_storage", "nixl")
 _HAND_OVER_LEN, _CHUNK = 1500, 512
 _NUM_HAND_OVERS = 3
 """For each repeat: single requests vary more than whole works."""
 _ENGINE_HEAD = (
-    "shape", "work", "Tandem, s: least · median · most", "vLLM, s", summary.RATIO, "least · most",
+    "shape", "work", "Tandem, s: least · median · most", "vLLM, s", RATIO, "least · most",
 )  # fmt: skip
 _HAND_OVER_HEAD = (
     "connector", "TTFT handed over, ms: least · median · most", "TTFT aggregated, ms", "ratio of the medians",
@@ -58,13 +62,13 @@ def main(
     output: Path | None,
 ) -> None:
     preface = _preface(page.origin(), vllm_python, repeat, threads)
-    parts = [f"{summary.TITLE}{processor}", preface, engine_section(vllm_python, shapes, repeat, threads)]
+    parts = [f"{_TITLE}{processor}", preface, engine_section(vllm_python, shapes, repeat, threads)]
     if hand_over:
         parts.append(hand_over_section(str(vllm_python), repeat))
-    page_file = output or summary.PAGES / f"{file_name(processor)}.md"
+    page_file = output or PAGES / f"{file_name(processor)}.md"
     page_file.write_text("\n\n".join(parts) + "\n")
     if output is None:
-        summary.update()
+        update_summary()
     click.echo(f"written to {page_file}")
 
 
@@ -188,6 +192,37 @@ def measure_products(threads: int) -> float:
     left, right = (torch.randn(size, size).bfloat16() for _ in range(2))
     best = min(timed(partial(torch.nn.functional.linear, left, right)) for _ in range(10))
     return 2 * size**3 / best
+
+
+# How the ratios compare from one processor to another
+
+
+def update_summary(summary: Path = RESULTS, pages: Path = PAGES) -> None:
+    """Puts the ratios of all pages between the markers of `summary`."""
+    texts = {path: path.read_text() for path in sorted(pages.glob("*.md"))}
+    ratios = [dict(_ratios(text)) for text in texts.values()]
+    works = dict.fromkeys(work for found in sorted(ratios, key=len, reverse=True) for work in found)
+    titles = {path: text.partition("\n")[0].removeprefix(_TITLE) for path, text in texts.items()}
+    links = [f"[{title}]({path.relative_to(summary.parent)})" for path, title in titles.items()]
+    rows = [(*work, *(found.get(work, "") for found in ratios)) for work in works]
+    measured = ("", "measured", *(_date(text) for text in texts.values()))
+    page.fill(summary, "ratios", page.table(("shape", "work", *links), [measured, *rows]))
+
+
+def _ratios(text: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """((shape, work), ratio) of the rows of each table that has a column of ratios."""
+    head: Sequence[str] = ()
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells or not head:
+            head = cells
+        elif RATIO in head and not cells[0].startswith("---"):
+            yield (cells[0], cells[1]), cells[head.index(RATIO)]
+
+
+def _date(text: str) -> str:
+    """The page's first paragraph begins with `page.origin`."""
+    return text.split("\n\n", 2)[1][: len("2026-01-01")]
 
 
 if __name__ == "__main__":

@@ -81,7 +81,12 @@ def single_tiles_address(_: str) -> int:
 
     @kernel
     def compiled(a):
-        _single_tiles(a)
+        num_requests, seq_lens, tiles = a[1], pointer(a[2], INT32), pointer(a[3], INT32)
+        for request in range(num_requests):
+            tiles[4 * request] = request
+            tiles[4 * request + 1] = request
+            tiles[4 * request + 2] = 1
+            tiles[4 * request + 3] = seq_lens[request] - 1
 
     return int(compiled.address)
 
@@ -117,16 +122,6 @@ def paged_attention_address(dtype: str) -> int:
         _paged_attention(a, kind, kind, kind, per_number, 1)
 
     return int(compiled.address)
-
-
-@kernel_part
-def _single_tiles(a):
-    num_requests, seq_lens, tiles = a[1], pointer(a[2], INT32), pointer(a[3], INT32)
-    for request in range(num_requests):
-        tiles[4 * request] = request
-        tiles[4 * request + 1] = request
-        tiles[4 * request + 2] = 1
-        tiles[4 * request + 3] = seq_lens[request] - 1
 
 
 @kernel_part

@@ -31,7 +31,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.attention.compilation import kernel, kernel_part
+from engine.attention.compilation import kernel
 from engine.attention.simd import INT64, next_task, pointer
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ def recording(launches: list[Launch]) -> Iterator[None]:
         _recording.launches = outer
 
 
+@functools.cache
 def launcher(kernel_address: int) -> Launcher:
     """A function that runs the kernel at this address and waits for it."""
     keeping_gil = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel_address)
@@ -149,23 +150,18 @@ def run_launches_address() -> int:
 
     @kernel
     def compiled(a):
-        _run_launches(a)
+        is_first_thread = next_task(a) == 0
+        num_launches, table, barrier = a[1], pointer(a[2], INT64), a[3]
+        was_parallel = False
+        for launch in range(0, 3 * num_launches, 3):
+            is_parallel = table[launch + 2] != 0
+            if barrier != 0 and launch > 0 and (is_parallel or was_parallel):
+                _call_barrier(barrier)
+            if is_parallel or is_first_thread:
+                _call_kernel(table[launch], table[launch + 1])
+            was_parallel = is_parallel
 
     return int(compiled.address)
-
-
-@kernel_part
-def _run_launches(a):
-    is_first_thread = next_task(a) == 0
-    num_launches, table, barrier = a[1], pointer(a[2], INT64), a[3]
-    was_parallel = False
-    for launch in range(0, 3 * num_launches, 3):
-        is_parallel = table[launch + 2] != 0
-        if barrier != 0 and launch > 0 and (is_parallel or was_parallel):
-            _call_barrier(barrier)
-        if is_parallel or is_first_thread:
-            _call_kernel(table[launch], table[launch + 1])
-        was_parallel = is_parallel
 
 
 @intrinsic

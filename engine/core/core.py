@@ -318,7 +318,7 @@ class EngineCore:
         for held_id, block_ids in self._needed.items():
             self.scheduler.held.narrow(held_id, block_ids)
         for request_id in self._freed_request_ids:
-            self.scheduler.free_held(request_id)
+            self.scheduler.held.free(request_id)
         self._loaded, self._freed_request_ids, self._needed = [], [], {}
 
 

@@ -68,6 +68,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts wait behind others (step_budget.py)."""
 
     @property
+    def returns_prompt_logprobs(self) -> bool:
+        """If they are requested: once, by the first choice, and not after output that another instance emitted."""
+        return self.choice == 0 and not self.output_token_ids and self.remote_kv is None
+
+    @property
     def ending_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the output, once it has `min_tokens`."""
         eos = () if self.params.ignore_eos else self.eos_token_ids

@@ -25,13 +25,13 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from engine.config import EngineConfig
-from engine.core.messages import AddRequest, Command, CoreMessage, KVProgress, LeaseCommand, Outputs, Shutdown
+from engine.core.messages import AddRequest, Command, KVProgress, LeaseCommand, Outputs, Shutdown
 from engine.errors import EngineError, start_problem, start_status, to_install
 from engine.machine import place_process, set_up_process, start_up_heap
 
@@ -81,6 +81,7 @@ def _run(config: EngineConfig, address: str) -> None:
     except BaseException:  # not to the interpreter: its end would wait for queued grammars
         traceback.print_exc()
     mailbox.close()
+    zmq.Context.instance().term()  # queued messages are delivered, for at most one second
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # all I/O has ended; finalising torch takes most of a second, on a busy machine many
@@ -94,33 +95,35 @@ def _exit_with_parent(address: str) -> None:
 
 
 class Mailbox:
-    """The core's connection to its `AsyncEngine`: a ZeroMQ PAIR socket."""
+    """A ZeroMQ PAIR socket, as the core's connection to its `AsyncEngine`, and what ends a wait for its messages. Used
+    by one thread."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, commands: Any = Command, linger_ms: int = 1000) -> None:
+        """`commands`: the type of what is received."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.set(zmq.LINGER, 1000)
+        self._socket.set(zmq.LINGER, linger_ms)
         self._socket.set_hwm(0)
         self._socket.connect(address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._decoder = msgspec.msgpack.Decoder(commands)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def receive(self, timeout_s: float) -> list[Command]:
+    def receive(self, timeout_s: float) -> list[Any]:
         """The commands received; waits for one, or for `wake`, up to `timeout_s`."""
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        commands: list[Command] = []
+        commands: list[Any] = []
         while True:
             try:
                 commands.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return commands
 
-    def send(self, message: CoreMessage) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Queue a message. Does not block."""
         self._socket.send(self._encoder.encode(message))
 
@@ -129,9 +132,7 @@ class Mailbox:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Deliver queued messages, for at most one second, then close."""
         self._socket.close()
-        zmq.Context.instance().term()
 
 
 def run_core(core: EngineCore, mailbox: Mailbox) -> None:

@@ -10,7 +10,6 @@ enters, a part before each step (`GrammarMasks.replay`), vLLM's sampler in the f
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.openmp import Launcher, launcher
+from engine.attention.openmp import launcher
 from engine.sampling.constraints import has_xgrammar
 from engine.sampling.grammar import MASK_BITS, CompiledGrammar
 from engine.sampling.sampler_kernels import exclude_address
@@ -298,9 +297,4 @@ def _exclude(logits: Tensor, masks: npt.NDArray[np.int32], rows: Sequence[int]) 
     row_bytes = logits.stride(0) * logits.element_size()
     addresses = np.array([(logits.data_ptr() + row * row_bytes, masks[row].ctypes.data) for row in rows], np.int64)
     arguments = (ctypes.c_int64 * 4)(0, len(rows), logits.shape[1], addresses.ctypes.data)
-    _exclude_launcher()(1, arguments)
-
-
-@functools.cache
-def _exclude_launcher() -> Launcher:
-    return launcher(exclude_address())
+    launcher(exclude_address())(1, arguments)

@@ -98,8 +98,9 @@ class PromptLogprobs:
         first share ─▶ collecting, share by share ─▶ returned with the first token | dropped with the request
 
     Every prompt position must be computed, so such a request uses neither the prefix cache nor a connector until then;
-    a preemption starts the collection again. They are returned once, by the first choice, and not after output that
-    another instance emitted. `compute_logits`: a step's hidden states and rows of them -> [rows, vocab].
+    a preemption starts the collection again.
+
+    `compute_logits`: a step's hidden states and rows of them -> [rows, vocab].
     """
 
     def __init__(self, compute_logits: Callable[[Tensor, npt.NDArray[np.int64]], Tensor]) -> None:

@@ -17,7 +17,6 @@ the lowest ids stay, so that top_k=1 is greedy; vLLM keeps all of them for top_k
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.openmp import Launcher, launcher
+from engine.attention.openmp import launcher
 from engine.errors import EngineError
 from engine.sampling import sampler_kernels
 from engine.sampling.grammar_masks import GrammarMasks
@@ -239,16 +238,11 @@ def _draw(logits: Tensor, best_logits: Sequence[float], rows: Sequence[SamplingR
     scratch = _scratch_of(num_threads * num_scratch)
     inputs = (array.ctypes.data for array in (addresses, specs, scratch))
     arguments = _Arguments(0, num_threads, len(drawn), vocab, *inputs, num_scratch, tokens.ctypes.data)
-    _launch()(num_threads, arguments)
+    launcher(sampler_kernels.sample_address())(num_threads, arguments)
     return tokens.tolist()
 
 
 _Arguments = ctypes.c_int64 * 9
-
-
-@functools.cache
-def _launch() -> Launcher:
-    return launcher(sampler_kernels.sample_address())
 
 
 def _spec(row: SamplingRow) -> tuple[float, ...]:
@@ -263,8 +257,3 @@ def _scratch_of(num_elements: int) -> npt.NDArray[np.float64]:
     if memory is None or len(memory) < num_elements:
         memory = _scratch.memory = np.empty(num_elements, np.float64)
     return memory
-
-
-def prepare() -> None:
-    """Compiles the kernel, or loads it, before the first request needs it."""
-    _launch()

@@ -51,22 +51,17 @@ def sample_address() -> int:
 
     @kernel
     def compiled(a):
-        _sample(a)
+        num_lanes, num_rows, vocab = a[1], a[2], a[3]
+        rows, tokens = pointer(a[4], INT64), pointer(a[8], INT64)
+        lane = next_task(a)
+        while lane < num_lanes:
+            scratch = a[6] + 8 * lane * a[7]
+            for row in range(lane, num_rows, num_lanes):
+                spec = pointer(a[5] + 8 * len(SPEC_FIELDS) * row, FLOAT64)
+                tokens[row] = _sample_row(pointer(rows[row], FLOAT32), vocab, spec, scratch)
+            lane = next_task(a)
 
     return int(compiled.address)
-
-
-@kernel_part
-def _sample(a):
-    num_lanes, num_rows, vocab = a[1], a[2], a[3]
-    rows, tokens = pointer(a[4], INT64), pointer(a[8], INT64)
-    lane = next_task(a)
-    while lane < num_lanes:
-        scratch = a[6] + 8 * lane * a[7]
-        for row in range(lane, num_rows, num_lanes):
-            spec = pointer(a[5] + 8 * len(SPEC_FIELDS) * row, FLOAT64)
-            tokens[row] = _sample_row(pointer(rows[row], FLOAT32), vocab, spec, scratch)
-        lane = next_task(a)
 
 
 @kernel_part

@@ -141,8 +141,7 @@ class Request:
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Its next token must come with log-probabilities of its whole prompt."""
-        spec = self.spec
-        is_asked = spec.params.prompt_logprobs is not None and spec.choice == 0 and spec.remote_kv is None
+        is_asked = self.spec.params.prompt_logprobs is not None and self.spec.returns_prompt_logprobs
         return is_asked and self.num_output_tokens == 0
 
     @property

@@ -126,10 +126,6 @@ class Scheduler:
             )
         self._start_if_ready(request)
 
-    def free_held(self, held_id: str) -> None:
-        """The connector no longer needs the blocks of this finished request or retained id."""
-        self.held.free(held_id)
-
     def expire(self, now: float) -> None:
         """End requests that have waited too long for a grammar, blocks, KV, seed or a step."""
         self._now = now

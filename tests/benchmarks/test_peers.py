@@ -14,8 +14,7 @@ import transformers
 from click.testing import CliRunner
 
 from benchmarks.engine_vs_transformers import Work
-from benchmarks.peers import summary
-from benchmarks.peers.__main__ import engine_row, file_name, share_of_decoding, shares
+from benchmarks.peers.__main__ import RATIO, engine_row, file_name, share_of_decoding, shares, update_summary
 from benchmarks.peers.engine_vs_vllm import Comparison, Run, Side, Sides
 from benchmarks.peers.vllm_bench_serve import main, our_figures, side_by_side, vllms_figures
 from benchmarks.shapes import SHAPES, bytes_of_step, layer_weights, operations_of_prefill, write_config
@@ -125,10 +124,10 @@ def test_the_summary_has_each_work_once_and_a_column_for_each_page(tmp_path: Pat
     pages.mkdir()
     few, more = "| 33m | 1x1->1 | 2 | 1.5 | |", "| 33m | 1x1->2 | 2 | 1.6 | |\n| 33m | 1x1->1 | 2 | 1.7 | |"
     for day, (name, rows) in enumerate((("A 1", few), ("B", more))):
-        text = PAGE.format(name=name, day=day, last=summary.RATIO, rows=rows)
+        text = PAGE.format(name=name, day=day, last=RATIO, rows=rows)
         (pages / f"{file_name(name)}.md").write_text(text)
     summary_page.write_text("<!-- figures: ratios -->\nold\n<!-- end of figures: ratios -->\n")
-    summary.update(summary_page, pages)
+    update_summary(summary_page, pages)
     table = [line for line in summary_page.read_text().splitlines() if line.startswith("|")]
     assert table[0] == "| shape | work | [A 1](results/a-1.md) | [B](results/b.md) |"
     assert table[2:] == [

@@ -85,7 +85,7 @@ class ModellessCore:
         for held_id, block_ids in output.needed.items():
             self.scheduler.held.narrow(held_id, block_ids)
         for request_id in output.freed_request_ids:
-            self.scheduler.free_held(request_id)
+            self.scheduler.held.free(request_id)
         self.scheduler.expire(self._clock())
         scheduled = self.scheduler.schedule()
         self.connector.start_io()

@@ -165,7 +165,7 @@ def test_blocks_of_a_search_given_up_stay_and_the_prompt_is_computed_into_others
     step(scheduler)
     assert not set(scheduler.kv.block_ids(request.request_id)) & set(before[1:])
     finish_all(scheduler)
-    scheduler.free_held("late")
+    scheduler.held.free("late")
     check_blocks(scheduler)
 
 

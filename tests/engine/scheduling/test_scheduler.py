@@ -305,8 +305,8 @@ def test_hand_over_stops_after_the_first_token_and_holds_the_blocks() -> None:
     assert request.finish_reason == "hand_over"
     assert request.num_output_tokens == 1
     assert len(scheduler.held.ids) == 3
-    scheduler.free_held(request.request_id)
-    scheduler.free_held(request.request_id)
+    scheduler.held.free(request.request_id)
+    scheduler.held.free(request.request_id)
     assert len(scheduler.held.ids) == 0
     assert scheduler.kv.pool.num_available == scheduler.kv.num_blocks
 
@@ -319,7 +319,7 @@ def test_held_kv_makes_new_hand_overs_wait_but_not_plain_requests() -> None:
     assert not step(scheduler).scheduled
     plain = add(scheduler, [3] * 16, max_tokens=1)
     assert [share.request for share in step(scheduler).scheduled] == [plain]
-    scheduler.free_held(first.request_id)
+    scheduler.held.free(first.request_id)
     assert [share.request for share in step(scheduler).scheduled] == [second]
 
 

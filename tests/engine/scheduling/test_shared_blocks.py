@@ -283,7 +283,7 @@ def check_whatever_arrives(seeks: bool, data: st.DataObject) -> None:
             if data.draw(st.booleans(), "loads"):
                 memory.load(request, data.draw(st.integers(0, 6), "found"))
         for request_id in list(scheduler.held):
-            scheduler.free_held(request_id)
+            scheduler.held.free(request_id)
         if data.draw(st.integers(0, 19), "interrupts") == 0:
             scheduler.schedule()
         memory.step()
@@ -293,7 +293,7 @@ def check_whatever_arrives(seeks: bool, data: st.DataObject) -> None:
             memory.load(request, 0)
         memory.step()
         for request_id in list(scheduler.held):
-            scheduler.free_held(request_id)
+            scheduler.held.free(request_id)
         if not scheduler.requests:
             break
     assert not scheduler.requests

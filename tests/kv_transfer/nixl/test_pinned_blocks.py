@@ -111,7 +111,7 @@ class Reading(RuleBasedStateMachine):
         for result in output.loaded:
             self.scheduler.load_finished(result)
         for request_id in output.freed_request_ids:
-            self.scheduler.free_held(request_id)
+            self.scheduler.held.free(request_id)
         scheduled = self.scheduler.schedule()
         self.connector.start_io()
         self.check()
