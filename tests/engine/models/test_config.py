@@ -142,7 +142,7 @@ def test_dtype_and_page(tmp_path: Path) -> None:
         ),
         ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config ('gptq') is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config ('mxfp4') is not supported"),
         ({"model_type": "granite"}, "model_type 'granite' is not supported for LlamaForCausalLM; supported: llama"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_theta": 100.0}}},
