@@ -151,7 +151,7 @@ def invalid_argument(field: str, problem: str, allowed: str | None = None) -> In
 
 def printable(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:
     """`text` in ASCII without control characters, at most `max_bytes` long: fit for a trailer."""
-    text = text.encode("ascii", "backslashreplace").decode()
+    text = text.replace("…", "...").encode("ascii", "backslashreplace").decode()
     text = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
     return text if len(text) <= max_bytes else text[: max_bytes - 3] + "..."
 

@@ -106,7 +106,8 @@ class Client(_BaseClient):
     @shows_options
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """The whole answer to `prompt` (text, token ids or chat messages). None is the server's default; docs/python.md
-        documents each option. Raises TandemError, and TypeError for an option that does not exist."""
+        documents each option. Raises TandemError, and TypeError or ValueError for options that do not exist, that
+        exclude each other, or whose value has another type or does not fit into it."""
         assembler, calls = self._prepare(prompt, options)
         for _ in self._pieces(assembler, calls):
             pass

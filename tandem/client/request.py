@@ -103,7 +103,7 @@ def sampling_params(sampling: Mapping[str, object]) -> common_pb2.SamplingParams
     for name, value in sampling.items():
         if name not in known:
             options = [*known, *_REQUEST_FIELDS, *_CHAT_OPTIONS, "timeout_s"]
-            hint = suggestion(name, options, f"known: {', '.join(sorted(known))}")
+            hint = suggestion(name, options, f"known: {', '.join(sorted(options))}")
             raise TypeError(f"no option is called {name!r}{hint}")
         if value is not None:
             _set(params, name, value)

@@ -93,7 +93,7 @@ def _ok_or_warn(is_ok: bool, subject: str, text: str, remedy: str) -> Finding:
 @click.option("--kv-url", metavar="URL", help="Its server: redis://host:port/0; for lmcache tcp://host:port.")
 @click.option("--kv-folder", type=click.Path(path_type=Path), help="Its folder.  [default: as `tandem up` uses]")
 @kv_options
-@click.option("--quick", is_flag=True, help="Skip the transfer of blocks, which takes some seconds.")
+@click.option("--quick", is_flag=True, help="Skip the connectors, whose checks move blocks and take some seconds.")
 def command(
     model_name: str, connector: str, kv_url: str | None, kv_folder: Path | None, options: Options, quick: bool
 ) -> None:

@@ -96,6 +96,7 @@ def test_unavailable_always_says_when_to_come_back() -> None:
 
 
 def test_messages_are_short_printable_ascii() -> None:
+    assert status_text(NotFound("allowed: name ::= …"), None) == "allowed: name ::= ..."
     text = status_text(NotFound("no model \x1b[31m\n" + "é" * 2000), "r" * 128)
     assert len(text.encode()) <= 512
     assert text.isascii()

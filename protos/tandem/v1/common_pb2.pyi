@@ -177,7 +177,7 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """Smallest set of most likely tokens whose probabilities sum to top_p; allowed (0, 1]; default 1."""
     top_k: _builtins.int
-    """The k most likely tokens; 0 and -1 mean all; default 0."""
+    """The k most likely tokens; allowed 1 to the size of the vocabulary, and 0 and -1, which mean all; default 0."""
     min_p: _builtins.float
     """Drops tokens less likely than min_p times the most likely one; allowed [0, 1]; default 0."""
     seed: _builtins.int

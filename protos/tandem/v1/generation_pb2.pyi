@@ -238,7 +238,7 @@ class GenerateRequest(_message.Message):
     idempotency_key: _builtins.str
     """Not supported yet: a request with it is answered UNIMPLEMENTED."""
     session: _builtins.str
-    """Names the conversation it belongs to: the next request of the same one prefers the instances that hold its KV; at most 128 bytes."""
+    """Names the conversation it belongs to: with the router's scorer `session` the next request of the same one prefers the instances that ran this one, and with shares by weights it gets the same weights; at most 128 bytes."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
         """The prompt as token ids."""

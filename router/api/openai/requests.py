@@ -163,7 +163,7 @@ class RequestBody(Body):
     logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = (
         Field({})
     )
-    prompt_cache_key: str = ""  # OpenAI's hint for caches: requests that share it prefer the instances with their KV
+    prompt_cache_key: str = ""  # OpenAI's hint for caches: the session of a request
 
     top_k: Int64 | None = None
     min_p: float | None = None

@@ -456,7 +456,8 @@ def _raw_redis(
     stream.settimeout(10.0)
 
     def read(keys: Sequence[PageKey], events: Sequence[TransferEvent]) -> float:
-        requests = [encode("GET", f"{options.prefix}:{'/'.join(key.parts)}") for key in keys]
+        # GETRANGE of all of it: an account has the permissions of the connector, which GET is not one of.
+        requests = [encode("GETRANGE", f"{options.prefix}:{'/'.join(key.parts)}", 0, -1) for key in keys]
         started_s = time.perf_counter()
         for request, page in zip(requests, pages, strict=False):
             stream.sendall(request)

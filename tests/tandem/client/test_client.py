@@ -351,6 +351,8 @@ def test_what_is_no_prompt_is_named(prompt: Any) -> None:
 def test_a_mistyped_option_gets_a_suggestion() -> None:
     with pytest.raises(TypeError, match="did you mean temperature"):
         generate_request("hi", {"temprature": 1})
+    with pytest.raises(TypeError, match=r"known: .*cache_salt.*temperature.*timeout_s.*tools"):
+        generate_request("hi", {"xyz": 1})
     with pytest.raises(TypeError, match="max_tokens"):
         generate_request("hi", {"max_tokens": "many"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -219,6 +220,19 @@ def test_redis_is_surveyed_and_blocks_move_through_it(tmp_path: Path) -> None:
     assert "allkeys-lru" in warning.text
     assert warning.verdict == "warn"
     assert "noeviction" in warning.remedy
+
+
+def test_blocks_move_through_redis_by_an_account_with_the_permissions_that_the_remedy_names(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("s3cret")
+    with redis_server(tmp_path, "--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru", password="admin") as server:
+        permissions = re.findall(r"\+\S+", doctor._REMEDIES["noperm"])
+        server.run("ACL", "SETUSER", "kv", "on", ">s3cret", "~tandem:*", *permissions)
+        options: dict[str, str | int | float | bool] = {
+            "username": "kv",
+            "password_file": str(tmp_path / "password"),
+        }
+        found = findings("redis", kv_url=server.url, options=options)
+    assert [finding.text for finding in found if finding.verdict == "fail"] == []
 
 
 @pytest.mark.parametrize(
