@@ -276,7 +276,7 @@ def _has_death_signal() -> bool:
 def check_connector(choice: ConnectorChoice) -> Iterator[Finding]:
     """Moves blocks from another process to this one. Every error is a finding."""
     for finding in _connector_findings(choice):
-        text, remedy = choice.redacted(finding.text), choice.redacted(finding.remedy)
+        text, remedy = choice.one_line(finding.text), choice.one_line(finding.remedy)
         yield dataclasses.replace(finding, text=text, remedy=remedy)
 
 

@@ -27,6 +27,7 @@ from tandem.commands.doctor import Finding, check_connector
 from tandem.connectors import ConnectorChoice, split_connectors
 from tandem.demo import MODEL_DIR
 from tests.kv_transfer.stores.redis.redis_server import redis_server
+from tests.tandem.bench.faulty_store import FAULTY
 from tests.waiting import wait_until
 
 
@@ -271,6 +272,14 @@ def test_options_that_are_secrets_are_not_repeated() -> None:
     assert (
         choice.redacted("bad t0ps3cret at redis://anna:x@h:1, see /run/pw") == "bad *** at redis://***@h:1, see /run/pw"
     )
+
+
+def test_a_fault_of_a_users_own_store_is_shown_in_one_line_without_secrets() -> None:
+    [finding] = findings(FAULTY, options={"method": "put", "token": "t0ps3cret"})
+    assert finding.verdict == "fail"
+    expected = r"store_lookuperror (LookupError: no bucket for ***\x1b[31m at\nhttps://***@host, sorry"
+    assert finding.text.startswith(f"blocks did not arrive: {expected}")
+    assert finding.text.endswith("...")
 
 
 def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Path) -> None:
