@@ -33,6 +33,7 @@ from engine.kv_connector import KVLoadResult, make_connector
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
+from kv_transfer.stores.base import StoreError
 from kv_transfer.transfer.connector import progress_of
 from serving.lifecycle import ParentBond
 
@@ -94,24 +95,27 @@ def described(error: BaseException) -> str:
 
 
 class _Faults(logging.Handler):
-    """Keeps the exception of a store that a log line has: the reason that is counted names its class alone."""
+    """Keeps the exception of a store that a log line has: the reason that is counted is one word."""
 
     _LOG = logging.getLogger("kv_transfer.stores.page_io")
 
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._text: str | None = None
         self._LOG.addHandler(self)
+        self._LOG.setLevel(logging.DEBUG)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and record.exc_info[1] is not None:
-            self._text = described(record.exc_info[1])
+        for value in (*(record.exc_info or ()), *(record.args or ())):
+            if isinstance(value, Exception) and not isinstance(value, StoreError):  # whose text is the reason
+                self._text = described(value)
 
     def explain(self, reason: str) -> str:
         return reason if self._text is None else f"{reason} ({self._text})"
 
     def close(self) -> None:
         self._LOG.removeHandler(self)
+        self._LOG.setLevel(logging.NOTSET)
         super().close()
 
 
