@@ -16,6 +16,8 @@ ModelImpl = Literal["auto", "native", "transformers"]
 EngineKind = Literal["tandem", "vllm"]
 
 GRAMMAR_S = 60.0
+MAX_THREADS = 1024
+"""Far more than any machine's cores; of several thousand the system starts no more, which ends the process."""
 _LEAST = {
     "block_size": 1,
     "num_blocks": 2,
@@ -106,6 +108,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             size = getattr(self, name)
             if size is not None and size < least:
                 raise ValueError(f"{name} is {size}; it must be at least {least}")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ValueError(f"num_threads is {self.num_threads}; it must be at most {MAX_THREADS}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"

@@ -128,7 +128,8 @@ class KVConnector(Protocol):
         return None
 
     def shutdown(self) -> None:
-        """Wait for I/O in flight and remove what is private to this process."""
+        """Wait for I/O in flight and remove what is private to this process. A list of connectors of which a further
+        one cannot be made calls it without `register_kv_cache`."""
 
 
 class NullKVConnector(KVConnector):

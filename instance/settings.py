@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ValidationInfo, field_validator
 
 from engine.config import (
+    MAX_THREADS,
     Device,
     Dtype,
     EngineConfig,
@@ -202,6 +203,7 @@ class EngineSection(Section):
         "Compute threads of each process of the core; none: the cores it may use, within a container's quota.",
         flag="--num-threads",
         ge=1,
+        le=MAX_THREADS,
     )
     cpu_cores: tuple[int, ...] = setting((), "CPU cores the engine core is pinned to; empty: any.", flag="--cpu-cores")
     attention_backend: str = setting("auto", "Name of the attention backend.", flag="--attention-backend")

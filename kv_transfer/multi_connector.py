@@ -11,6 +11,7 @@ to the same blocks, and the search ends.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +50,14 @@ class MultiConnector:
     """Implements engine.kv_connector.KVConnector over others. `connectors`: class_path and options of each."""
 
     def __init__(self, *, wake: Callable[[], None], connectors: Sequence[Mapping[str, Any]]) -> None:
-        self._connectors = [_make(index, config, wake) for index, config in enumerate(connectors)]
+        self._connectors: list[KVConnector] = []
+        try:
+            for index, config in enumerate(connectors):
+                self._connectors.append(_make(index, config, wake))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.shutdown()
+            raise
         self._first = self._connectors[0]
         self.name = ",".join(connector.name for connector in self._connectors)
         self.needs_all_blocks = self._first.needs_all_blocks

@@ -14,13 +14,15 @@ OpenTelemetry's gRPC instrumentation makes one span per call, where a request's 
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from opentelemetry import context as trace_context
 from opentelemetry import trace
@@ -170,13 +172,18 @@ class StageSpans(Stages):
 
 _log = logging.getLogger(__name__)
 _OTLP_TIMEOUT_S = 2  # per batch
+_MAX_FILE_BYTES = 256 << 20
 _INSTALL = "pip install -c constraints.txt -e '.[tracing]' in the checkout"
 
 
 class TracingSettings(Section):
     """Spans of the stages of each request; docs/tracing.md lists them."""
 
-    file: Path | None = setting(None, "File to which spans are appended, one JSON object a line; none: not written.")
+    file: Path | None = setting(
+        None,
+        "File to which spans are appended, one JSON object a line; of 256 MiB it becomes FILE.1, in place of the one "
+        "before; none: not written.",
+    )
     otlp: Address | None = setting(
         None, "host:port of an OTLP collector (gRPC, plaintext: on this host or in a mesh); none: not sent."
     )
@@ -218,12 +225,39 @@ def _file_exporter(path: Path, stack: ExitStack) -> SpanExporter:
     from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
     try:
-        # Line by line, so that several processes may share a file.
-        file = stack.enter_context(path.open("a", buffering=1))
+        file = _SpanFile(path)
     except OSError as error:
         raise SettingsError(f"tracing.file: {path} cannot be written: {error.strerror}") from None
+    stack.callback(file.close)
     _log.info("spans go to %s", path)
-    return ConsoleSpanExporter(out=file, formatter=lambda span: f"{span.to_json(indent=None)}\n")
+    return ConsoleSpanExporter(out=cast(IO[str], file), formatter=lambda span: f"{span.to_json(indent=None)}\n")
+
+
+class _SpanFile:
+    """Written line by line, so that several processes may share it. The process that finds it full renames it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("a", buffering=1)
+
+    def write(self, line: str) -> None:
+        if os.fstat(self._file.fileno()).st_size >= _MAX_FILE_BYTES:
+            self._rotate()
+        self._file.write(line)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rotate(self) -> None:
+        with self._file as full:
+            fcntl.flock(full, fcntl.LOCK_EX)  # until it is closed
+            with suppress(FileNotFoundError):
+                if os.path.samestat(self._path.stat(), os.fstat(full.fileno())):  # else another process has renamed it
+                    self._path.replace(f"{self._path}.1")
+            self._file = self._path.open("a", buffering=1)
 
 
 def _otlp_exporter(address: str) -> SpanExporter:

@@ -16,6 +16,7 @@ _WITH_URL, _WITH_FOLDER = ("redis", "lmcache"), ("shared_storage", "lmcache")
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _LOGIN = re.compile(r"://[^/\s]*@")
 _SECRET_NAME = re.compile(r"pass|secret|token|credential|(^|_)key$", re.IGNORECASE)
+_MAX_SHOWN_CHARS = 600
 _FILE_NAME = re.compile(r"_(file|path|dir)$", re.IGNORECASE)
 
 
@@ -55,6 +56,13 @@ class ConnectorChoice:
             if is_secret and isinstance(value, str) and value:
                 text = text.replace(value, "***")
         return text
+
+    def one_line(self, text: str) -> str:
+        """`text`, which the connector's own code may have made, without secrets and control characters, shortened."""
+        from serving.logging import escaped, redacted
+
+        text = escaped(redacted(self.redacted(text)))
+        return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def split_connectors(

@@ -194,6 +194,9 @@ class NixlConnector(TransferConnector):
         return self._seconds_until(self._leases.next_deadline, *waited_for, self._rebuild_due_at())
 
     def shutdown(self) -> None:
+        if not hasattr(self, "_reader"):  # without KV memory it has begun nothing
+            self._threads.shutdown(self._options.shutdown_timeout_s)
+            return
         self._producer.cancel_all(self._clock())
         self._loader.cancel_all()
         for read in self._reads:

@@ -128,6 +128,10 @@ class StoreConnector(TransferConnector):
         return self._seconds_until(self._leases.next_deadline, self._loader.next_deadline, oldest and oldest[1])
 
     def shutdown(self) -> None:
+        if not hasattr(self, "_io"):  # without KV memory it has begun nothing
+            self._threads.shutdown(self._options.shutdown_timeout_s)
+            self._store.close()
+            return
         self._producer.cancel_all(self._clock())
         for op in self._saves.values():
             op.owner.cancelled = True  # also of a finished request that a prefix store still saves

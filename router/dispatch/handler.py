@@ -278,7 +278,8 @@ class RequestHandler:
                 raise Aborted("aborted before it was validated") from None
 
     def _choice(self, request: GenerationRequest, index: int) -> Choice:
-        """Raises Unavailable for a resumed one that has not finished and whose identity no instance has."""
+        """Raises Unavailable for a resumed one that has not finished and whose identity no instance has. One that has
+        not begun gets that of another one that has, if it can."""
         choice = Choice(request, index)
         if choice.token_ids and not choice.finished and (fingerprint := request.resumed[index].fingerprint):
             identity = self.dispatcher.pools.identity(fingerprint)
@@ -286,6 +287,9 @@ class RequestHandler:
                 known = "no instance computes what the answer began with: its fingerprint is"
                 raise Unavailable(f"{known} {shown(fingerprint)}")
             choice.computed_by(identity)
+        elif not choice.token_ids:
+            fingerprints = filter(None, (one.fingerprint for one in request.resumed.values()))
+            choice.preferred_identity = next(filter(None, map(self.dispatcher.pools.identity, fingerprints)), None)
         return choice
 
     async def _answer(self, request: GenerationRequest, sink: Sink) -> None:

@@ -153,7 +153,7 @@ class RequestAffinity:
 
     def facts(self, role: Role, num_tokens: int) -> RequestFacts:
         """For the scorers of one pool. `num_tokens`: whose KV an instance needs before it can go on."""
-        session_at = self.affinity.sessions.instance(self.request.session, role)
+        session_at = self.affinity.sessions.instance(self._session, role)
         return RequestFacts(num_tokens, session_at, self.num_cached_tokens)
 
     def criteria(self, num_tokens: int) -> Criteria:
@@ -174,9 +174,9 @@ class RequestAffinity:
         return self.affinity.index.num_blocks(view.key, self._prompt_hashes(block_size)) * block_size
 
     def record_placement(self, decode: InstanceView, prefill: InstanceView | None) -> None:
-        self.affinity.sessions.record(self.request.session, decode.info.role or "decode", decode.key)
+        self.affinity.sessions.record(self._session, decode.info.role or "decode", decode.key)
         if prefill is not None:
-            self.affinity.sessions.record(self.request.session, "prefill", prefill.key)
+            self.affinity.sessions.record(self._session, "prefill", prefill.key)
 
     def record_cached(self, view: InstanceView, emitted_token_ids: Sequence[int] = ()) -> None:
         """The instance has the KV of the prompt, and of `emitted_token_ids` after it."""
@@ -188,6 +188,12 @@ class RequestAffinity:
             token_ids = (*self.request.prompt_token_ids, *emitted_token_ids)
             hashes = PrefixIndex.hashes(token_ids, block_size, self.request.cache_salt, hashes)
         self.affinity.index.record(view.key, hashes)
+
+    @property
+    def _session(self) -> str:
+        """Of its tenant alone: tenants may use equal names. Empty for none."""
+        session, tenant = self.request.session, self.request.tenant
+        return f"{session}\0{tenant}" if session and tenant else session
 
     def _prompt_hashes(self, block_size: int) -> Hashes:
         if block_size not in self._hashes:

@@ -58,7 +58,8 @@ class Choice:
     decode_key: InstanceKey | None = None
     prefill_key: InstanceKey | None = None
     _identity: Identity | None = None
-    _followed: Identity | None = None
+    preferred_identity: Identity | None = None
+    """Of a choice without a token: what computes another one of its answer, so that no answer is of two models."""
     _num_before_attempt: int = 0
     num_cached_tokens: int | None = None  # of the prompt, where it was prefilled first; None: not known yet
     _num_stored_tokens: int = 0  # of these, those from a store
@@ -93,11 +94,6 @@ class Choice:
     def required_identity(self) -> Identity | None:
         """Once a token is emitted, only instances that compute the same may continue; None while any may."""
         return self._identity if self.token_ids else None
-
-    @property
-    def preferred_identity(self) -> Identity | None:
-        """Of a further choice without a token: what computes the first one, so that no answer is of two models."""
-        return None if self.token_ids else self._followed
 
     @property
     def emitted_in_attempt(self) -> list[int]:
@@ -149,7 +145,7 @@ class Choice:
     def follow(self, first: Choice) -> None:
         """Prefers the instances of the request's first choice, which have just run the same prompt, and its weights."""
         self.decode_key, self.prefill_key = first.decode_key, first.prefill_key
-        self._followed = first._identity
+        self.preferred_identity = first._identity
 
     def accept(self, chunk: common_pb2.TokenChunk) -> bool:
         """Whether to forward `chunk`; its tokens then count as emitted. Raises StreamViolation."""

@@ -140,7 +140,7 @@ def explain(error: grpc.RpcError, address: str, credentials: Credentials) -> Tan
     if reported.status != "UNAVAILABLE" or not reported.message.startswith(NOT_REACHED):
         return reported
     first = dns_parts(address)[1].partition(",")[0]
-    problem = _tls_problem(first, credentials)
+    problem = tls_problem(first, credentials)
     return reported if problem is None else TandemError(reported.status, problem)
 
 
@@ -155,7 +155,7 @@ def dns_parts(address: str) -> tuple[str, str]:
     return "", rest.lstrip("/")
 
 
-def _tls_problem(address: str, credentials: Credentials) -> str | None:
+def tls_problem(address: str, credentials: Credentials) -> str | None:
     """What TLS has against a connection to `address` (host:port); None if TLS is not the problem."""
     from serving.settings import parse_address
 

@@ -32,6 +32,7 @@ from tandem.local_stack.preflight import IN_DOCKER, other_system
 
 if TYPE_CHECKING:
     from tandem.client.credentials import Credentials
+    from tandem.client.registry import RunningStack
 
 _PR_GET_PDEATHSIG = 2
 _LOW_MEMORY = 2 << 30
@@ -66,6 +67,10 @@ _REMEDIES = {
     "erofs": "mount it writable, or give another --kv-folder",
     "nixl_remotedisconnect": "check that nothing here cuts loopback TCP; --kv-options '{ucx_tls: tcp}' tells more",
 }
+_OWN_FILES = (
+    "the doctor uses the files that `tandem up` made for this stack: end it and start it again; "
+    "with files of your own, ask by `tandem pools --ca-file FILE`"
+)
 _ONLY_TCP = "CMA is not permitted: sysctl kernel.yama.ptrace_scope=0; in containers, one user and one PID namespace"
 
 
@@ -276,7 +281,7 @@ def _has_death_signal() -> bool:
 def check_connector(choice: ConnectorChoice) -> Iterator[Finding]:
     """Moves blocks from another process to this one. Every error is a finding."""
     for finding in _connector_findings(choice):
-        text, remedy = choice.redacted(finding.text), choice.redacted(finding.remedy)
+        text, remedy = choice.one_line(finding.text), choice.one_line(finding.remedy)
         yield dataclasses.replace(finding, text=text, remedy=remedy)
 
 
@@ -302,6 +307,7 @@ def _connector_findings(choice: ConnectorChoice) -> Iterator[Finding]:
 
 
 def _failure(choice: ConnectorChoice, text: str, reason: str) -> Finding:
+    reason = reason.partition(" (")[0]  # an exception's text may follow it
     remedy = _REMEDIES.get(reason) or _REMEDIES.get(reason.removeprefix("store_"))
     if remedy is None and reason:
         remedy = "correct --connector, --kv-url, --kv-folder or --kv-options"
@@ -370,16 +376,23 @@ def check_running_stacks() -> Iterator[Finding]:
     if not stacks:
         yield Finding("ok", "running stack", "none (start one with `tandem up`)")
         return
+    for stack in stacks:
+        try:
+            yield from _stack_findings(stack)
+        except ValueError as error:  # a file of its credentials is damaged
+            yield Finding("fail", "router", f"at {stack.address}: {error}", _OWN_FILES)
+
+
+def _stack_findings(stack: RunningStack) -> Iterator[Finding]:
     from tandem.client.channel import ROUTER_SERVICE
     from tandem.client.credentials import stack_credentials
     from tandem.client.health import health
 
-    for stack in stacks:
-        credentials = stack_credentials(Path(stack.folder))
-        state = health(stack.address, ROUTER_SERVICE, credentials=credentials)
-        yield _process_finding("router", stack.address, state)
-        for name, address in stack.instances.items():
-            yield _instance_finding(name, address, credentials)
+    credentials = stack_credentials(Path(stack.folder))
+    state = health(stack.address, ROUTER_SERVICE, credentials=credentials)
+    yield _process_finding("router", stack.address, state, credentials=credentials)
+    for name, address in stack.instances.items():
+        yield _instance_finding(name, address, credentials)
 
 
 def _instance_finding(name: str, address: str, credentials: Credentials) -> Finding:
@@ -400,12 +413,17 @@ def _instance_finding(name: str, address: str, credentials: Credentials) -> Find
             f", {kind}, {report.num_running} running, {report.num_waiting} waiting, "
             f"{blocks.running + blocks.held + blocks.quarantined} of {total} blocks in use"
         )
-    return _process_finding(name, address, state, detail)
+    return _process_finding(name, address, state, detail, credentials)
 
 
-def _process_finding(name: str, address: str, state: str, detail: str = "") -> Finding:
-    from tandem.client.health import READY
+def _process_finding(
+    name: str, address: str, state: str, detail: str = "", credentials: Credentials | None = None
+) -> Finding:
+    from tandem.client.errors import tls_problem
+    from tandem.client.health import READY, SILENT
 
+    if credentials and state == f"{SILENT} (UNAVAILABLE)" and (problem := tls_problem(address, credentials)):
+        return Finding("fail", name, problem, _OWN_FILES)
     is_ready = state == READY
     remedy = "" if is_ready else "see its log in the stack's folder; `tandem up` restarts dead processes"
     return Finding("ok" if is_ready else "fail", name, f"{state} at {address}{detail}", remedy)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.checkpoint import check_checkpoint, display_name, resolve
+from engine.config import MAX_THREADS
 from tandem.client.registry import has_proxy, made_state_dir
 from tandem.commands.options import MAX_GIB, Choice, FloatRange, IntRange, end_signals
 from tandem.commands.stack_file import read_stack_file
@@ -135,7 +136,7 @@ _DEMO_TOKENS = 60
     help="KV memory of each instance; absent: a part of the free memory, at most 2; of a GPU, what is left of 90 %.",
 )  # fmt: skip
 @click.option(
-    "--threads", type=IntRange(min=1),
+    "--threads", type=IntRange(1, MAX_THREADS),
     help="Threads of each instance, divided among its ranks; absent: one for each of its cores, "
     "within a container's CPU limit.",
 )  # fmt: skip

@@ -203,6 +203,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"instance": {"extraEnv": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
         "extraEnv of prefill: a variable is there twice",
     ),
+    "a drain that the pod's grace does not follow": (
+        {"router": {"extraEnv": [{"name": "Tandem_SERVER__DRAIN_GRACE_S", "value": "3600"}]}},
+        "would not follow Tandem_SERVER__DRAIN_GRACE_S; set server.drain_grace_s in router.settings",
+    ),
     "a volume of the chart's": (
         {"router": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}},
         "extraVolumes of router: a name is there twice",

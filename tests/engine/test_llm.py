@@ -319,6 +319,12 @@ def test_a_size_with_which_nothing_can_run_is_rejected(checkpoint: Path, name: s
         LLM(checkpoint, skip_tokenizer_init=True, **sizes)
 
 
+def test_more_threads_than_a_system_starts_are_rejected(checkpoint: Path) -> None:
+    """The process would end, without a message of ours."""
+    with pytest.raises(ValueError, match="num_threads is 8000; it must be at most 1024"):
+        LLM(checkpoint, skip_tokenizer_init=True, num_threads=8000)
+
+
 def test_without_a_size_the_pool_is_what_the_requests_can_use(checkpoint: Path) -> None:
     info = LLM(checkpoint, skip_tokenizer_init=True, max_num_seqs=2, max_model_len=64).core.info
     assert info.num_blocks == 2 * (64 // 16 + 1)

@@ -191,3 +191,9 @@ def test_the_model_name_defaults_to_its_folder_s() -> None:
 
 def test_a_router_may_allow_calls_of_any_length() -> None:
     assert ListenSettings().max_deadline_s >= 24 * 3600 > ServerSettings().max_deadline_s
+
+
+def test_more_threads_than_a_system_starts_are_rejected() -> None:
+    """The engine core's process would end, again and again."""
+    with pytest.raises(ValidationError, match=r"num_threads\n.*less than or equal to 1024"):
+        EngineSection(num_threads=8000)

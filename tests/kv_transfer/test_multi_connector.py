@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -184,6 +186,19 @@ def test_a_broken_prefix_store_harms_nothing() -> None:
 def test_what_hands_over_must_save(stores: tuple[MemoryStore, MemoryStore]) -> None:
     with pytest.raises(EngineError, match="cannot hand KV over with save off"):
         ListCore(first={"save": False})
+
+
+@pytest.mark.parametrize("first", [CLASS_PATH, "kv_transfer.nixl.connector:NixlConnector"])
+def test_where_a_further_one_cannot_be_made_the_first_leaves_no_thread(first: str) -> None:
+    before = set(threading.enumerate())
+    options = {"store": "first"} if first == CLASS_PATH else {"digest": False}
+    configs: list[dict[str, Any]] = [
+        {"class_path": first, "options": options},
+        {"class_path": "no.such:Thing", "options": {}},
+    ]
+    with pytest.raises(EngineError, match=r"cannot import 'no\.such:Thing'"):
+        MultiConnector(wake=lambda: None, connectors=configs)
+    assert set(threading.enumerate()) <= before
 
 
 def test_only_a_store_can_be_a_further_one() -> None:

@@ -342,6 +342,21 @@ def test_two_processes_share_a_file_without_tearing_lines(tmp_path: Path) -> Non
     assert len(lines(file)) == 800
 
 
+def test_a_full_file_is_renamed_once_by_those_who_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "spans.jsonl"
+    monkeypatch.setattr(tracing, "_MAX_FILE_BYTES", 40)
+    files = [tracing._SpanFile(path) for _ in range(2)]
+    for number in range(6):  # each of the two in turns
+        files[number % 2].write(f"{number} {'x' * 18}\n")
+    for file in files:
+        file.close()
+    kept = [(tmp_path / name).read_text()[::21] for name in ("spans.jsonl.1", "spans.jsonl")]
+    assert kept == ["23", "45"], "the earlier ones are gone"
+    with exporting_spans(TracingSettings(file=path), "a"):
+        traced("one", "two")
+    assert [span["name"] for span in lines(path)] == ["two"]
+
+
 @pytest.mark.usefixtures("own_context")
 def test_a_part_of_the_requests_is_traced_unless_the_caller_has_decided(tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"

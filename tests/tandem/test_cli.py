@@ -40,6 +40,8 @@ def test_help_has_examples(command: tuple[str, ...]) -> None:
         (("up", "--prefil", "2"), "--prefill"),
         (("up", "--disaggregation", "allways"), "'--disaggregation': 'allways'; allowed: always, auto, never\n"),
         (("up", "--decode", "0"), "'--decode': '0'; allowed: an integer, 1 to 64\n"),
+        (("up", "--threads", "8000"), "'--threads': '8000'; allowed: an integer, 1 to 1024\n"),
+        (("bench", "latency", "--threads", "8000"), "'--threads': '8000'; allowed: an integer, 1 to 1024\n"),
         (("up", "--decode", "two"), "'--decode': 'two'; allowed: an integer, 1 to 64\n"),
         (("up", "--kv-memory", "0"), "'--kv-memory': '0'; allowed: a number, above 0, at most 1048576\n"),
         (("up", "--kv-memory", "1e300"), "'--kv-memory': '1e300'; allowed: a number, above 0, at most 1048576\n"),

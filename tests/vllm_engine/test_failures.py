@@ -47,6 +47,21 @@ def test_a_request_that_has_ended_is_forgotten(tmp_path: Path) -> None:
     assert not failed.take("a")
 
 
+def test_what_was_read_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+    failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
+    [file] = tmp_path.iterdir()
+    for _ in range(3):
+        with file.open("ab") as other:
+            other.write(b"ended 1\n" * 200_000)
+        log.add("a", is_finite=False)
+        failure = failed.take("a", {"a"})
+        assert failure is not None
+        assert "not finite" in failure[0]
+        failed.forget("a")
+    assert file.stat().st_size > 4 << 20
+    assert file.stat().st_blocks * 512 < 1 << 20
+
+
 def test_failures_of_others_are_kept_while_they_run(tmp_path: Path) -> None:
     failed, log = FailedRequests(tmp_path), FailureLog(tmp_path)
     for request_id in ("a", "ended", "b"):

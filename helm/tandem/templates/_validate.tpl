@@ -262,6 +262,12 @@
 {{- fail (printf "extraEnv of %s: a variable is there twice (%s)" $who (join ", " $names)) -}}
 {{- end -}}
 {{- end -}}
+{{- range .spec.extraEnv -}}
+{{- $setting := lower .name | trimPrefix "tandem_server__" -}}
+{{- if and (hasPrefix "tandem_server__" (lower .name)) (has $setting (list "drain_accept_s" "drain_grace_s")) -}}
+{{- fail (printf "extraEnv of %s: terminationGracePeriodSeconds would not follow %s; set server.%s in %s.settings" $where .name $setting (ternary "router" "instance" (eq $where "router"))) -}}
+{{- end -}}
+{{- end -}}
 {{- $volumes := list -}}
 {{- range include "tandem.volumes" . | fromYamlArray }}{{ $volumes = append $volumes .name }}{{ end -}}
 {{- if ne (len $volumes) (len (uniq $volumes)) -}}

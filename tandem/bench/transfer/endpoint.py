@@ -11,6 +11,7 @@ with its parent, however that ends. It has its own process group, so that Ctrl-C
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from engine.kv_connector import KVLoadResult, make_connector
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
+from kv_transfer.stores.base import StoreError
 from kv_transfer.transfer.connector import progress_of
 from serving.lifecycle import ParentBond
 
@@ -88,6 +90,35 @@ class Shape:
         return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, self.num_bytes, dtype=np.uint8))
 
 
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class _Faults(logging.Handler):
+    """Keeps the exception of a store that a log line has: the reason that is counted is one word."""
+
+    _LOG = logging.getLogger("kv_transfer.stores.page_io")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text: str | None = None
+        self._LOG.addHandler(self)
+        self._LOG.setLevel(logging.DEBUG)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for value in (*(record.exc_info or ()), *(record.args or ())):
+            if isinstance(value, Exception) and not isinstance(value, StoreError):  # whose text is the reason
+                self._text = described(value)
+
+    def explain(self, reason: str) -> str:
+        return reason if self._text is None else f"{reason} ({self._text})"
+
+    def close(self) -> None:
+        self._LOG.removeHandler(self)
+        self._LOG.setLevel(logging.NOTSET)
+        super().close()
+
+
 def as_bytes(kv: torch.Tensor) -> torch.Tensor:
     """The same memory, [num_bytes]."""
     return kv.view(-1).view(torch.uint8)
@@ -121,6 +152,7 @@ class TransferEndpoint:
         self._woken = threading.Event()
         self._connector = make_connector(config, self._woken.set)
         self._connector.register_kv_cache(kv, shape.layout, fingerprint)
+        self._faults = _Faults()
 
     def offer(self, run: int, num_blocks: int) -> tuple[list[TransferEvent], float]:
         """Offers the first blocks; returns the events for the reader, and the seconds until all are readable."""
@@ -138,7 +170,7 @@ class TransferEndpoint:
             events += [event for event in new if event.transfer_id == transfer_id]
             for event in events:
                 if event.ended is not None:
-                    raise TransferFailed(event.reason or event.ended)
+                    raise TransferFailed(self._faults.explain(event.reason or event.ended))
             if not new:
                 self._wait(started_s)
         return events, time.perf_counter() - started_s
@@ -162,10 +194,11 @@ class TransferEndpoint:
         duration_s = time.perf_counter() - started_s
         self._connector.request_finished(request, [])
         if loaded[0].num_recomputed_blocks:
-            raise TransferFailed(loaded[0].reason or "the blocks were missing")
+            raise TransferFailed(self._faults.explain(loaded[0].reason or "the blocks were missing"))
         return duration_s
 
     def shutdown(self) -> None:
+        self._faults.close()
         self._connector.shutdown()
 
     def _wait(self, started_s: float) -> None:
@@ -258,5 +291,5 @@ def main() -> None:
     except (EngineError, TransferFailed) as error:
         answer(failed=str(error))
     except Exception as error:
-        answer(failed=f"{type(error).__name__}: {error}")
+        answer(failed=described(error))
     os._exit(0)  # skips the slow exit handlers of libraries

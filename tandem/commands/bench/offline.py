@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from engine.config import MAX_THREADS
 from tandem.commands.options import (
     MAX_GIB,
     Choice,
@@ -46,7 +47,7 @@ _engine_options = option_group(
     click.option(
         "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Device of the engine."
     ),
-    click.option("--threads", type=_COUNT, help="Threads; absent: one for each core."),
+    click.option("--threads", type=IntRange(1, MAX_THREADS), help="Threads; absent: one for each core."),
     click.option("--max-model-len", type=IntRange(min=2), help="Longest prompt + output, tokens."),
     click.option("--max-num-seqs", type=_COUNT, default=64, show_default=True, help="Most requests in one step."),
     click.option(

@@ -172,7 +172,7 @@ def _measure_all(
     """
     from engine.errors import EngineError
     from kv_transfer.stores.base import StoreError
-    from tandem.bench.transfer.endpoint import Shape, TransferFailed
+    from tandem.bench.transfer.endpoint import Shape, TransferFailed, described
     from tandem.bench.transfer.measure import LEGEND, measure, table
     from tandem.bench.transfer.media import medium_of
 
@@ -182,9 +182,11 @@ def _measure_all(
         try:
             shape = Shape(num_blocks, block_bytes)
             result = measure(medium, shape, digests=digests, num_rounds=num_rounds, progress=progress.show)
-        except (EngineError, StoreError, TransferFailed, OSError) as error:
+        except Exception as error:  # the connector may be the user's own
             progress.clear()
-            click.echo(choice.redacted(f"{medium.name}: failed: {error}") + "; run tandem doctor for details\n")
+            is_known = isinstance(error, EngineError | StoreError | TransferFailed | OSError)
+            problem = str(error) if is_known else described(error)
+            click.echo(choice.one_line(f"{medium.name}: failed: {problem}") + "; run tandem doctor for details\n")
             continue
         progress.clear()
         results.append(result)

@@ -148,6 +148,19 @@ async def test_only_instances_that_compute_the_same_go_on(run: Run) -> None:
         await rig.until_idle()
 
 
+async def test_a_choice_that_has_not_begun_has_the_weights_of_one_that_has_come(run: Run) -> None:
+    others = [FakeInstance("decode", f"decode-{number}") for number in range(3)]
+    fakes = [*others, FakeInstance("decode", "decode-3", identity={"fingerprint": "f1"})]
+    before = expected_ids(PROMPT, SEED, 3)
+    async with run(prefill=0, decode=fakes) as rig:
+        for finished in ([0], []):
+            resume = resumed(before, None, finished=finished, fingerprint="f1")
+            answer = await rig.generate(request_of(n=2, resume=resume))
+            assert answer.is_exactly(NUM_TOKENS, choice=1)
+        assert not [fake for fake in others if fake.recorded("decode")]
+        await rig.until_idle()
+
+
 async def test_a_finished_choice_needs_no_instance_that_computes_the_same(run: Run) -> None:
     async with run(prefill=0) as rig:
         before = expected_ids(PROMPT, SEED, 3)

@@ -95,6 +95,16 @@ def test_a_session_whose_request_was_split_is_remembered_for_both_pools() -> Non
     assert (memory.sessions.instance("s", "decode"), memory.sessions.instance("s", "prefill")) == (A, B)
 
 
+def test_sessions_of_two_tenants_with_one_name_are_two() -> None:
+    memory = affinity()
+    first, second = (replace(request([1], session="s"), tenant=tenant) for tenant in ("a", "b"))
+    RequestAffinity(memory, first).record_placement(view(A), None)
+    RequestAffinity(memory, second).record_placement(view(B), None)
+    places = [RequestAffinity(memory, one).facts("decode", 1).session_at for one in (first, second, request([1]))]
+    assert places == [A, B, None]
+    assert RequestAffinity(memory, request([1], session="s")).facts("decode", 1).session_at is None
+
+
 async def test_a_session_stays_where_it_ran_until_that_instance_has_more_to_do(run: Run) -> None:
     async with run(prefill=0, decode=4, picking={"decode_scorers": "queue=1,session=2"}) as rig:
         first = (await rig.generate(prompt=SHORT, session="s")).trailers["tandem-decode"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -32,6 +33,8 @@ from tandem.commands.bench.transfer import _ProgressLine
 from tandem.commands.options import interruptible
 from tandem.connectors import ConnectorChoice
 from tests.kv_transfer.stores.redis.redis_server import redis_server
+from tests.process_logs import ProcessLogs
+from tests.tandem.bench.faulty_store import FAULTY
 from tests.waiting import wait_until
 
 SMALL = ["--blocks", "4", "--block-bytes", "65536", "--rounds", "3"]
@@ -272,6 +275,34 @@ def test_a_store_that_is_down_is_a_failure_with_its_reason(tmp_path: Path) -> No
     with pytest.raises(TransferFailed, match="store_"):
         endpoint.offer(1, 2)
     endpoint.shutdown()
+
+
+@pytest.mark.parametrize("method", ["put", "get_into"])
+def test_a_fault_of_a_users_own_store_is_shown_in_one_line_without_secrets(
+    method: str, process_logs: ProcessLogs
+) -> None:
+    with process_logs.expected("has a fault, counted as store_lookuperror"):
+        status, output = bench("--connector", FAULTY, "--kv-options", f"{{method: {method}, token: t0ps3cret}}")
+    assert status == 1
+    [line] = [line for line in output.splitlines() if line.startswith(FAULTY)]
+    expected = r"store_lookuperror (LookupError: no bucket for ***\x1b[31m at\nhttps://***@host, sorry"
+    assert line.startswith(f"{FAULTY}: failed: {expected}")
+    assert line.endswith("...; run tandem doctor for details")
+    assert "Traceback" not in output
+    assert not logging.getLogger("kv_transfer.stores.page_io").handlers
+
+
+@pytest.mark.parametrize("method", ["put", "get_into"])
+def test_the_cause_of_a_users_own_store_error_is_shown(method: str) -> None:
+    status, output = bench("--connector", FAULTY, "--kv-options", f"{{method: {method}, kind: lost}}")
+    assert status == 1
+    assert f"{FAULTY}: failed: store_bucket (KeyError: 'mine'); run tandem doctor" in output
+
+
+def test_an_error_of_a_users_own_connector_is_a_failure_and_no_traceback() -> None:
+    status, output = bench("--connector", FAULTY, "--kv-options", "{method: shutdown}")
+    assert status == 1
+    assert f"{FAULTY}: failed: LookupError: already closed; run tandem doctor" in output
 
 
 def test_a_third_partys_connector_is_measured_without_a_ceiling(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from tandem.commands import doctor
 from tandem.commands.doctor import Finding, check_connector
 from tandem.connectors import ConnectorChoice, split_connectors
 from tandem.demo import MODEL_DIR
+from tandem.local_stack.pki import StackCa, write_stack_files
 from tests.kv_transfer.stores.redis.redis_server import redis_server
+from tests.tandem.bench.faulty_store import FAULTY
 from tests.waiting import wait_until
 
 
@@ -287,6 +290,20 @@ def test_options_that_are_secrets_are_not_repeated() -> None:
     )
 
 
+def test_a_fault_of_a_users_own_store_is_shown_in_one_line_without_secrets() -> None:
+    [finding] = findings(FAULTY, options={"method": "put", "token": "t0ps3cret"})
+    assert finding.verdict == "fail"
+    expected = r"store_lookuperror (LookupError: no bucket for ***\x1b[31m at\nhttps://***@host, sorry"
+    assert finding.text.startswith(f"blocks did not arrive: {expected}")
+    assert finding.text.endswith("...")
+
+
+def test_what_a_users_own_store_says_of_a_full_disk_has_the_remedy_too() -> None:
+    [finding] = findings(FAULTY, options={"method": "put", "kind": "full"})
+    assert "store_enospc (OSError: [Errno 28] no room in the bucket)" in finding.text
+    assert "free some space" in finding.remedy
+
+
 def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Path) -> None:
     options: dict[str, str | int | float | bool] = {"redis.ttl_s": 600, "nixl.ucx_tls": "tcp"}
     nixl, redis = split_connectors("nixl,redis", "redis://h:1/0", None, options)
@@ -332,6 +349,41 @@ def test_an_instance_that_ends_while_it_is_asked_is_a_line_of_its_own(monkeypatc
         ("decode-1", "silent (UNAVAILABLE) at h:3"),
     ]
     assert all("see its log" in one.remedy for one in instances)
+
+
+@pytest.fixture
+def stack_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of its files. A server without any service is its router; another stack's router is gone."""
+    own = tmp_path / "tls"
+    write_stack_files(own, "127.0.0.1")
+    pair = (own / "router.key").read_bytes(), (own / "router.crt").read_bytes()
+    credentials = grpc.ssl_server_credentials([pair], (own / "ca.crt").read_bytes(), require_client_auth=True)
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    stacks = [
+        RunningStack(address, str(tmp_path), 1, "demo", {}, 0.0) for address in (f"127.0.0.1:{port}", "127.0.0.1:1")
+    ]
+    monkeypatch.setattr("tandem.client.registry.running_stacks", lambda: stacks)
+    yield own
+    server.stop(None).wait()
+
+
+def test_tls_files_of_another_stack_are_named_as_the_problem(stack_with_tls: Path) -> None:
+    (stack_with_tls / "ca.crt").write_bytes(StackCa().certificate)
+    router, gone = doctor.check_running_stacks()
+    assert gone.text == "silent (UNAVAILABLE) at 127.0.0.1:1"
+    assert (router.verdict, router.subject) == ("fail", "router")
+    assert "is not trusted" in router.text
+    assert str(stack_with_tls / "ca.crt") in router.text
+    assert "start it again" in router.remedy
+
+
+def test_a_tls_file_that_is_missing_is_named_and_ends_no_check(stack_with_tls: Path) -> None:
+    (stack_with_tls / "operator.key").unlink()
+    routers = list(doctor.check_running_stacks())
+    assert [one.text.partition(": ")[2].partition(" ")[0] for one in routers] == ["tls.key_file:"] * 2
+    assert all("start it again" in one.remedy for one in routers)
 
 
 def test_a_check_that_raises_is_a_failed_line_of_the_report(
