@@ -6,6 +6,7 @@ One step: apply finished I/O, decide, start I/O, compute, apply the result.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from engine.executor.multiprocess import make_executor
 from engine.identity import CheckpointState, compute_identity
 from engine.kv_connector import KVLoadResult, make_connector, self_test
 from engine.kv_layout import KVLayout
+from engine.machine import START_UP
 from engine.model_runner import ModelRunner
 from engine.models import read_config
 from engine.models.config import DecoderConfig
@@ -48,6 +50,9 @@ from engine.scheduling.scheduler_output import Sampled, SchedulerOutput
 from engine.scheduling.step_budget import replay_s
 from engine.scheduling.step_cost import StepCostEstimator
 
+logger = logging.getLogger(__name__)
+
+_FLOAT16 = "linear layers of float16 are multiplied in float32 on CPU; --dtype bfloat16 is faster"
 _SMOOTHING = 0.2
 _MANY_TOKENS = 64
 """From here on a step measures the seconds per token; a smaller one, mostly of decodes, what any step takes."""
@@ -85,6 +90,8 @@ class EngineCore:
         self.config = config
         checkpoint = CheckpointState.of(config.model)
         model_config = read_config(config.model, config.model_impl)
+        if config.device == "cpu" and model_config.resolve_dtype(config.dtype) == "float16":
+            logger.info("%s%s", START_UP, _FLOAT16)
         with contextlib.ExitStack() as started:  # what a start that fails has to end
             self._executor = make_executor(config, model_config, wake)
             started.callback(self._executor.shutdown)

@@ -3,6 +3,7 @@ they are not mistaken for a hung model."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import engine.core.core as core_module
-from engine.config import EngineConfig, KVConnectorConfig
+from engine.config import Dtype, EngineConfig, KVConnectorConfig
 from engine.core.core import EngineCore, StepTimeEstimator
 from engine.core.messages import AbortRequests, AddRequest, EngineRequest, HoldKV, RemoteKV, TokensEvent
 from engine.errors import CheckpointChanged, EngineError, may_pass
@@ -266,3 +267,13 @@ def test_a_short_prompt_is_predicted_by_its_tokens_too() -> None:
     assert estimator.predicted_s == pytest.approx(2.0), "single tokens say little about it"
     estimator.predict(1)
     assert estimator.predicted_s == pytest.approx(0.4, rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "is_named"), [("float16", True), ("bfloat16", False)])
+def test_float16_is_named_as_slow_on_cpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: Dtype, *, is_named: bool
+) -> None:
+    caplog.set_level(logging.INFO, "engine.core")
+    config = EngineConfig(model=str(lively_checkpoint(tmp_path)), dtype=dtype, num_blocks=8, num_threads=1)
+    EngineCore(config, lambda: None).shutdown()
+    assert any("--dtype bfloat16 is faster" in message for message in caplog.messages) == is_named

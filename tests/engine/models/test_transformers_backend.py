@@ -191,7 +191,11 @@ CLASSES = {
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "head_dim": 128},
             "'HunYuanDenseV1ForCausalLM' is not supported by the transformers backend: RoPE type 'dynamic'",
         ),
-        ("phi3", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config \('mxfp4'\) is not supported"),
+        (
+            "phi3",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"quantization_config \('mxfp4'\) is not supported",
+        ),
         ("roberta", {"is_decoder": True}, r"positions begin after the padding id \(RobertaEmbeddings\); supported: "),
         ("camembert", {"is_decoder": True}, r"positions begin after the padding id \(CamembertEmbeddings\)"),
         ("modernbert-decoder", {}, r"its decoder, as transformers names it \(Linear\), takes no position_ids"),
