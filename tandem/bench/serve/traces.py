@@ -20,7 +20,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -89,15 +89,13 @@ class TraceUse:
 
 
 @dataclass(slots=True)
-class TracePlan:
-    """The requests of a trace, and counts of the other rows."""
+class TraceCounts:
+    """How many rows of a trace are requests, and what became of the others."""
 
     num_rows: int = 0
     """In the whole trace."""
     num_planned: int = 0
     """Rows that are requests."""
-    requests: list[PlannedRequest] = field(default_factory=list)
-    """The first of them, up to the limit."""
     num_outside: int = 0
     """Rows outside the slice."""
     num_cut: int = 0
@@ -140,30 +138,28 @@ def read_trace(path: Path, hash_block_len: int = HASH_BLOCK_LEN) -> list[TraceRo
     return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
 
 
-def plan(
-    rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0, limit: int | None = None
-) -> TracePlan:
-    """The first `limit` requests, or all, that `use` makes of `rows`, with generated prompts of token ids in `ids`.
+def count(rows: Iterable[TraceRow], use: TraceUse) -> TraceCounts:
+    """What `plan` makes of `rows`, without the prompts, which take time and memory."""
+    counts = TraceCounts()
+    for _ in _used(rows, use, counts):
+        pass
+    return counts
+
+
+def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0) -> Iterator[PlannedRequest]:
+    """The requests that `use` makes of `rows`, with generated prompts of token ids in `ids`.
 
     Rows without hash ids get a unique prompt, from `seed` and their index in the trace, so that slices and caps change
     no other row's prompt. Equal hash ids give equal tokens, whatever the row.
     """
-    planned = TracePlan()
-    planned.requests.extend(plan_each(rows, use, ids, planned, seed=seed, limit=limit))
-    return planned
-
-
-def plan_each(
-    rows: Iterable[TraceRow],
-    use: TraceUse,
-    ids: Sequence[int],
-    counts: TracePlan,
-    *,
-    seed: int = 0,
-    limit: int | None = None,
-) -> Iterator[PlannedRequest]:
-    """The requests of `plan`, one by one; counts the rows in `counts`."""
     prompts = _Prompts(ids, seed, block_len=math.ceil(use.hash_block_len * use.length_scale))
+    for index, row, input_len, output_len in _used(rows, use, TraceCounts()):
+        prompt = prompts.shared(row.hash_ids, input_len) if row.hash_ids else prompts.unique(index, input_len)
+        yield PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, output_len)
+
+
+def _used(rows: Iterable[TraceRow], use: TraceUse, counts: TraceCounts) -> Iterator[tuple[int, TraceRow, int, int]]:
+    """Index, row, input and output length of each request. Counts the rows in `counts`."""
     for index, row in enumerate(rows):
         counts.num_rows += 1
         if not use.begin_s <= row.at_s < use.begin_s + use.duration_s:
@@ -177,10 +173,7 @@ def plan_each(
             continue
         counts.num_cut += capped != lengths
         counts.num_planned += 1
-        if limit is not None and counts.num_planned > limit:
-            continue  # counted alone: prompts take time and memory
-        prompt = prompts.shared(row.hash_ids, capped[0]) if row.hash_ids else prompts.unique(index, capped[0])
-        yield PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, capped[1])
+        yield index, row, capped[0], capped[1]
 
 
 class _Prompts:

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from tandem.bench.serve.endpoint import PlannedRequest
-from tandem.bench.serve.traces import MAX_LEN, TracePlan, TraceRow, TraceUse, plan, plan_each
+from tandem.bench.serve.traces import MAX_LEN, TraceRow, TraceUse, count, plan
 
 MAX_REQUESTS = 1_000_000
 """Of one run: all of them are in memory before the first one is sent."""
@@ -262,14 +262,14 @@ class TraceWorkload:
     use: TraceUse
 
     def __str__(self) -> str:
-        return f"trace: {plan(self.rows, self.use, self.vocabulary.ids, limit=0)}; ids {self.vocabulary.origin}"
+        return f"trace: {count(self.rows, self.use)}; ids {self.vocabulary.origin}"
 
     def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """A trace gives no more requests than it has rows, also at a given rate."""
         use, end_s = self.use, self.schedule.duration_s
         if rate is None and end_s is not None:
             use = replace(use, duration_s=min(use.duration_s, end_s * use.speed))
-        num_rows = plan(self.rows, use, self.vocabulary.ids, limit=0).num_planned
+        num_rows = count(self.rows, use).num_planned
         num_requests = min(num_rows, self.schedule.num_requests or num_rows)
         requests = itertools.islice(self._requests(2 * run, use), num_requests)
         if rate is not None:
@@ -286,7 +286,7 @@ class TraceWorkload:
         return (replace(one, at_s=0.0) for one in requests)
 
     def _requests(self, series: int, use: TraceUse) -> Iterator[PlannedRequest]:
-        return plan_each(self.rows, use, self.vocabulary.ids, TracePlan(), seed=self.seed + (series << 32))
+        return plan(self.rows, use, self.vocabulary.ids, seed=self.seed + (series << 32))
 
 
 def _rng(seed: int, series: int, purpose: int) -> np.random.Generator:
