@@ -77,16 +77,6 @@ class TraceUse:
     too_long: TooLong = "cut"
     """Whether a row above a cap is cut down to it, or skipped."""
 
-    def __post_init__(self) -> None:
-        for name in ("speed", "length_scale", "duration_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.begin_s < math.inf:
-            raise ValueError(f"begin_s is {self.begin_s}; it must be 0 or more")
-        for name in ("max_input_len", "max_output_len"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-
 
 @dataclass(slots=True)
 class TraceCounts:

@@ -248,12 +248,3 @@ def test_prompts_have_only_the_given_ids(ids: set[int], seed: int) -> None:
     rows = [TraceRow(0.0, 40, 1), TraceRow(0.0, 40, 1, (9,))]
     for request in plan(rows, TraceUse(), sorted(ids), seed=seed):
         assert ids.issuperset(request.prompt_token_ids)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [{"speed": 0}, {"length_scale": -1}, {"duration_s": 0}, {"begin_s": -1}, {"max_input_len": 0}],
-)
-def test_an_invalid_use_names_the_field(use: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(use))):
-        TraceUse(**use)
