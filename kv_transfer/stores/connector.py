@@ -15,7 +15,7 @@ from kv_transfer.page.memory import make_page_memory
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
-from kv_transfer.transfer.loader import Load, Loader, LoadOp
+from kv_transfer.transfer.loader import DAMAGED, Load, Loader, LoadOp
 from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
 
 
@@ -35,11 +35,6 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_only: bool = False
     """Hand nothing over, and keep full blocks for requests with the same prompt: set by the multi connector."""
 
-    def check(self, name: str) -> None:
-        """Raises EngineError for what a connector of this name cannot do."""
-        if not (self.save or self.prefix_only):
-            raise EngineError(f"the {name} connector cannot hand KV over with save off")
-
 
 class StoreConnector(TransferConnector):
     """Implements engine.kv_connector.KVConnector over a store."""
@@ -54,7 +49,8 @@ class StoreConnector(TransferConnector):
     ) -> None:
         """Owns `store` from here on, also if it raises EngineError."""
         try:
-            options.check(store.name)
+            if not (options.save or options.prefix_only):
+                raise EngineError(f"the {store.name} connector cannot hand KV over with save off")
             super().__init__(store.name, options, wake=wake, clock=clock)
         except BaseException:
             store.close()
@@ -204,7 +200,7 @@ class StoreConnector(TransferConnector):
             del self._in_flight[result.op.owner]
         if isinstance(result.op, SaveOp):
             self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
-        elif result.is_damage:
+        elif result.failure is not None and result.failure.startswith(DAMAGED):
             self._inspect_successors(result.op)
         super()._apply(result, now)
 
