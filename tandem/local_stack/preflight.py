@@ -213,11 +213,6 @@ def check_vllm(python: str) -> tuple[str, ...] | None:
         ) from None
 
 
-def vllm_args(flags: Sequence[str]) -> Mapping[str, Any]:
-    """Further arguments of vLLM that instances with these flags get. Raises ValueError."""
-    return instance_settings(flags).engine.vllm_args
-
-
 def num_workers(arguments: Mapping[str, Any]) -> int:
     """Of an instance with these arguments of vLLM; vLLM itself rejects what is no number."""
     sizes = [arguments.get(name, 1) for name in _WORKER_COUNTS]

@@ -111,9 +111,7 @@ class LocalStack:
     @property
     def instances(self) -> dict[str, str]:
         """Name → host:port of every desired prefill and decode instance; not of leaving ones."""
-        if self._processes is None:
-            return {}
-        return {instance.name: instance.address for instance in self._processes.desired.snapshot.instances}
+        return {instance.name: instance.address for instance in self._started.desired.snapshot.instances}
 
     @property
     def credentials(self) -> Credentials:
@@ -127,13 +125,18 @@ class LocalStack:
 
     @property
     def admin_address(self) -> str:
-        """host:port of the router's admin listener; empty before the start."""
-        return "" if self._processes is None else self._processes.admin_address
+        """host:port of the router's admin listener."""
+        return self._started.admin_address
 
     @property
     def http_address(self) -> str | None:
-        """host:port of the router's OpenAI HTTP API; None: disabled, or not started."""
-        return None if self._processes is None else self._processes.http_address
+        """host:port of the router's OpenAI HTTP API; None: disabled."""
+        return self._started.http_address
+
+    @property
+    def _started(self) -> LocalProcesses:
+        assert self._processes is not None, "the stack has not started"
+        return self._processes
 
     def start(self, progress: Progress = lambda line: None, stop: threading.Event | None = None) -> None:
         """Starts all processes at once; returns when all are ready.
@@ -250,8 +253,7 @@ class LocalStack:
         The processes follow in `serve` or `supervise`. `victims` are addresses of instances to remove first, in this
         order. Raises InvalidSize for a size that is not allowed, or for which there is not enough memory.
         """
-        assert self._processes is not None, "the stack has not started"
-        return self._processes.resize(role, size, victims)
+        return self._started.resize(role, size, victims)
 
     def supervise(self) -> list[StackEvent]:
         """Checks the processes once, to be called regularly: restarts, starts and drains them, and bounds their logs.
@@ -294,8 +296,7 @@ class LocalStack:
 
     def restart(self, name: str) -> None:
         """Restarts a process that has ended, at its address. Does not wait."""
-        assert self._processes is not None, "the stack has not started"
-        self._processes.start(self.processes[name])
+        self._started.start(self.processes[name])
 
     def announce(self) -> None:
         """Lets the commands on this machine find the stack; `supervise` keeps the state file there and up to date.
