@@ -162,9 +162,10 @@ class SharedStorageMedium(Medium):
 
     keeps_pages = True
     goals: ClassVar[dict[str, float]] = {"off": 0.80, "on": 0.50}
+    _connector = "shared_storage"
 
     def __init__(self, options: Options | None = None, *, parent: Path | None = None) -> None:
-        super().__init__("shared_storage", options)
+        super().__init__(self._connector, options)
         self._parent = parent
         self._capacity_bytes = 1 << 30
 
@@ -211,10 +212,7 @@ class LMCacheMedium(SharedStorageMedium):
     """LMCache's files in a private folder within `parent`."""
 
     goals: ClassVar[dict[str, float]] = {}
-
-    def __init__(self, options: Options | None = None, *, parent: Path | None = None) -> None:
-        super().__init__(options, parent=parent)
-        self.name = self.connector = "lmcache"
+    _connector = "lmcache"
 
     def path_of(self, key: PageKey) -> Path:
         return self._pages / "v1" / "pages" / ObjectName.of(key).file_name
