@@ -52,24 +52,6 @@ class StartCancelled(Exception):
     """The stack was to stop before it was ready."""
 
 
-class _StartUp:
-    """Passes on what starting processes log about their start; what several of them say, once."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._shown: set[str] = set()
-        self._next_look_s = 0.0
-
-    def show(self, processes: Sequence[ManagedProcess]) -> None:
-        if time.monotonic() < self._next_look_s:
-            return
-        self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
-        for text in dict.fromkeys(text for process in processes for text in process.start_up_texts()):
-            if text not in self._shown:
-                self._shown.add(text)
-                self._progress(text)
-
-
 def _check_running(processes: Iterable[ManagedProcess]) -> None:
     """Raises StackFailed for one that has exited, also if it was ready before; but not for a drained instance, which
     `serve` starts again."""
@@ -183,9 +165,14 @@ class LocalStack:
         """Waits until the named processes, or all, are ready; raises StackFailed if one exits or takes too long."""
         waiting = processes = [self.processes[name] for name in names or self.processes]
         deadline_s = time.monotonic() + self.settings.start_timeout_s
-        start_up = _StartUp(progress)
+        next_look_s, shown = 0.0, set[str]()
         while waiting:
-            start_up.show(waiting)
+            if time.monotonic() >= next_look_s:
+                next_look_s = time.monotonic() + _LOOK_INTERVAL_S
+                for text in (text for process in waiting for text in process.start_up_texts()):
+                    if text not in shown:  # several of them may say the same
+                        shown.add(text)
+                        progress(text)
             _check_running(processes)
             still_waiting = []
             for process in waiting:
