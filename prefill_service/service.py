@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from engine import failpoints
 from engine.core.messages import LeaseCommand
 from instance.convert import Choice, prefill_choice
-from instance.server import InstanceContext, Role
+from instance.server import InstanceServer, Role
 from instance.settings import EngineSection, InstanceSettings
 from protos.tandem.v1 import common_pb2, instance_pb2, prefill_pb2
 from serving import tracing
@@ -43,10 +43,10 @@ class PrefillSettings(InstanceSettings):
 class PrefillServicer:
     """Computes requests up to their first token. Belongs to the server's event loop."""
 
-    def __init__(self, context: InstanceContext) -> None:
-        self._choices = context.choices
-        self._instance_epoch = context.instance_epoch
-        self._metrics = context.metrics
+    def __init__(self, server: InstanceServer) -> None:
+        self._choices = server.choices
+        self._instance_epoch = server.instance_epoch
+        self._metrics = server.metrics
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
