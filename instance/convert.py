@@ -117,7 +117,9 @@ def _choice(
         raise invalid_argument("request.prompt_token_ids", "is empty", "at least one token")
     _check_length(len(prompt), len(emitted), None, limits.max_model_len)
     if request.eos_token_ids:
-        limits = replace(limits, eos_token_ids=_eos_token_ids(request.eos_token_ids, limits.vocab_size))
+        # Each once, without those that this model cannot sample.
+        sampled = (token_id for token_id in dict.fromkeys(request.eos_token_ids) if 0 <= token_id < limits.vocab_size)
+        limits = replace(limits, eos_token_ids=tuple(sampled))
     params = sampling_params(request.sampling, limits, len(prompt))
     _check_length(len(prompt), len(emitted), params.max_tokens, limits.max_model_len)
     engine_request = EngineRequest(
@@ -158,11 +160,6 @@ def token_ids(field: str, ids: Sequence[int], vocab_size: int) -> list[int]:
         index, wrong = next((i, one) for i, one in enumerate(checked) if not 0 <= one < vocab_size)
         raise invalid_argument(f"{field}[{index}]", f"is {wrong}", f"0..{vocab_size - 1}")
     return checked
-
-
-def _eos_token_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The router's, each once, without those that this model cannot sample."""
-    return tuple(token_id for token_id in dict.fromkeys(ids) if 0 <= token_id < vocab_size)
 
 
 def sampling_params(message: common_pb2.SamplingParams, limits: Limits, num_prompt_tokens: int) -> SamplingParams:

@@ -33,7 +33,7 @@ from serving.limits import CONTROL, CallEnd, call_end
 from serving.logging import RequestEvent, set_request_id
 
 if TYPE_CHECKING:
-    from instance.server import InstanceContext
+    from instance.server import InstanceServer
 
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
 POLICIES = {"StreamTokens": CONTROL}
@@ -53,11 +53,11 @@ _MARKS = {ReservedEvent: RequestEvent.KV_RESERVED, LoadedEvent: RequestEvent.KV_
 class DecodeServicer:
     """Generates from KV of a prefill instance or of this one. Belongs to the server's event loop."""
 
-    def __init__(self, context: InstanceContext) -> None:
-        self._choices = context.choices
-        self._instance_epoch = context.instance_epoch
-        self._metrics = context.metrics
-        self._transfers = context.transfers
+    def __init__(self, server: InstanceServer) -> None:
+        self._choices = server.choices
+        self._instance_epoch = server.instance_epoch
+        self._metrics = server.metrics
+        self._transfers = server.transfers
         self._token_streams = TokenStreams()
 
     async def Decode(

@@ -80,13 +80,10 @@ class LoadReporter:
             yield sent
 
     def _changed(self) -> bool:
-        return self._drain.draining != self._reported_draining or changed_significantly(
-            self._reported, self._engine.load
-        )
+        return self._drain.draining != self.latest.draining or changed_significantly(self._reported, self._engine.load)
 
     def _report(self) -> instance_pb2.WatchLoadResponse:
         self._reported = load = self._engine.load
-        self._reported_draining = self._drain.draining
         self._sequence += 1
         return instance_pb2.WatchLoadResponse(
             instance_epoch=self._instance_epoch,
@@ -100,7 +97,7 @@ class LoadReporter:
             ),
             core_silence_s=self._engine.core_silence_s,
             load_age_s=self._engine.load_age_s,
-            draining=self._reported_draining,
+            draining=self._drain.draining,
             moving_out=self._drain.moving_out,
             **common_fields(load, instance_pb2.WatchLoadResponse) | {"step_cost": _step_cost(load)},
         )

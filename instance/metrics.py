@@ -27,6 +27,7 @@ from engine.core.messages import EngineLoad, EngineRequest, KVTotals, TokensEven
 from instance import vllm_metrics
 from instance.vllm_metrics import VllmRequests
 from protos.tandem.v1 import common_pb2, instance_pb2
+from serving.errors import Overloaded
 from serving.histogram import Histogram
 from serving.limits import call_end
 from serving.logging import RequestEvent, Timeline, log_event
@@ -125,7 +126,7 @@ class RequestMetrics:
                 self._ended(observation, RequestEvent.ABORTED)
             raise
         except BaseException as error:
-            self.vllm.observe_failure(error)
+            self.vllm.num_rejected += isinstance(error, Overloaded)
             self._failed(observation, error)
             raise
         else:

@@ -67,16 +67,6 @@ _KILL_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceContext:
-    """The parts of an instance that its servicers share."""
-
-    choices: ActiveChoices
-    transfers: TransferClients
-    metrics: RequestMetrics
-    instance_epoch: str
-
-
-@dataclass(frozen=True, slots=True)
 class Role:
     """A role as its package defines it."""
 
@@ -84,7 +74,7 @@ class Role:
     kind: instance_pb2.Role.ValueType
     service: ServiceDescriptor
     """Probes ask for its health."""
-    make_servicer: Callable[[InstanceContext], object] | None = None
+    make_servicer: Callable[[InstanceServer], object] | None = None
     """Of `service`, if that is not the one that every instance serves."""
 
 
@@ -147,7 +137,6 @@ class InstanceServer:
         )
         self.choices = ActiveChoices(engine, tokenizer, self._limits(tokenizer))
         self.metrics = RequestMetrics()
-        self._context = InstanceContext(self.choices, self.transfers, self.metrics, self.instance_epoch)
         collector = InstanceCollector(engine, self.metrics, self.info)
         self.metrics_server = MetricsServer(settings.metrics, collector, tls)
 
@@ -174,9 +163,9 @@ class InstanceServer:
     async def _listen(self) -> None:
         await self.grpc_server.register(SERVICE, self, POLICIES)
         await self.grpc_server.register(transfer_server.SERVICE, self.transfer_server, transfer_server.POLICIES)
-        await self.grpc_server.register(decoding.SERVICE, decoding.DecodeServicer(self._context), decoding.POLICIES)
+        await self.grpc_server.register(decoding.SERVICE, decoding.DecodeServicer(self), decoding.POLICIES)
         if self._role.make_servicer is not None:
-            await self.grpc_server.register(self._role.service, self._role.make_servicer(self._context))
+            await self.grpc_server.register(self._role.service, self._role.make_servicer(self))
         await self.grpc_server.start()
         try:
             self.metrics_server.start()

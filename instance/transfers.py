@@ -150,9 +150,9 @@ class TransferClient:
         )
         self._release(complete=event.num_recomputed_blocks == 0)
 
-    def release(self, *, complete: bool) -> None:
-        """The request needs the KV no longer; `complete`: all of it was loaded. Calls after the first are ignored."""
-        self._release(complete=complete, failure=None if complete else "no longer needed by the request")
+    def release(self) -> None:
+        """The request needs the KV no longer. Ignored where the transfer is released already."""
+        self._release(complete=False, failure="no longer needed by the request")
 
     def _release(self, *, complete: bool, failure: str | None = None) -> None:
         if self.loaded.done():
@@ -202,7 +202,7 @@ class TransferClients:
         try:
             yield client
         finally:
-            client.release(complete=False)
+            client.release()
             asyncio.get_running_loop().call_later(_RELEASE_S, task.cancel)
 
     async def close(self) -> None:

@@ -19,7 +19,6 @@ from prometheus_client.core import HistogramMetricFamily
 from engine.core.messages import STEP_TOKENS, EngineLoad, EngineRequest, KVReads, TokensEvent
 from kv_transfer.transfer.connector import POST_BUCKETS_S, READ_BUCKETS_BYTES, READ_BUCKETS_DESCRIPTORS, READ_BUCKETS_S
 from protos.tandem.v1 import instance_pb2
-from serving.errors import Overloaded
 from serving.histogram import Histogram, cumulative
 from serving.metrics import counter, gauge
 
@@ -87,10 +86,6 @@ class VllmRequests:
         self.sources["external_kv_transfer"] += num_external
         self.sources["local_compute"] += num_tokens - num_cached - num_external
         self.observe(time_to_first_token_seconds=first_token_s)
-
-    def observe_failure(self, error: BaseException) -> None:
-        if isinstance(error, Overloaded):
-            self.num_rejected += 1
 
     def observe_finish(
         self, request: EngineRequest, *, whole_s: float, queue_s: float, decode_s: float, num_tokens: int

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from engine import failpoints
 from engine.core.messages import LeaseCommand
 from instance.convert import Choice, prefill_choice
-from instance.server import InstanceContext, Role
+from instance.server import InstanceServer, Role
 from instance.settings import EngineSection, InstanceSettings
 from protos.tandem.v1 import common_pb2, instance_pb2, prefill_pb2
 from serving import tracing
@@ -43,10 +43,10 @@ class PrefillSettings(InstanceSettings):
 class PrefillServicer:
     """Computes requests up to their first token. Belongs to the server's event loop."""
 
-    def __init__(self, context: InstanceContext) -> None:
-        self._choices = context.choices
-        self._instance_epoch = context.instance_epoch
-        self._metrics = context.metrics
+    def __init__(self, server: InstanceServer) -> None:
+        self._choices = server.choices
+        self._instance_epoch = server.instance_epoch
+        self._metrics = server.metrics
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -54,9 +54,10 @@ class PrefillServicer:
         """Closed before the hand-over, it releases the transfer; after it the lease alone decides, however late the
         call ends."""
         choice = prefill_choice(request, self._choices.limits)
+        transfer_id = request.hand_over.transfer_id
         set_request_id(choice.request_id)
         opened = handed_over = False
-        span = self._start_span(choice)
+        span = _start_span(choice, transfer_id)
         try:
             with self._metrics.observe_request(choice.engine_request) as observation:
                 async with self._choices.open(choice) as stream:
@@ -76,28 +77,20 @@ class PrefillServicer:
         finally:
             tracing.end_span(span, failure="ended before its first token")
             if opened and not handed_over:  # after the abort, which leaving `open` sends
-                self._release_transfer(choice)
-
-    def _start_span(self, choice: Choice) -> tracing.Span:
-        """From the call to the first token; the parent of the transfer's spans."""
-        attributes: tracing.Attributes = {
-            "gen_ai.request.id": choice.request_id,
-            "tandem.num_prompt_tokens": len(choice.engine_request.prompt_token_ids),
-            "tandem.transfer_id": _transfer_id(choice),
-        }
-        span = tracing.start_span("prefill.compute", attributes=attributes)
-        tracing.remember_span(_transfer_id(choice), span)
-        return span
-
-    def _release_transfer(self, choice: Choice) -> None:
-        self._metrics.num_leases_given_up += 1
-        self._choices.send(LeaseCommand(transfer_id=_transfer_id(choice), action="release"))
+                self._metrics.num_leases_given_up += 1
+                self._choices.send(LeaseCommand(transfer_id, "release"))
 
 
-def _transfer_id(choice: Choice) -> str:
-    hold_kv = choice.engine_request.hold_kv
-    assert hold_kv is not None, "what a prefill computes is held for its reader"
-    return hold_kv.transfer_id
+def _start_span(choice: Choice, transfer_id: str) -> tracing.Span:
+    """From the call to the first token; the parent of the transfer's spans."""
+    attributes: tracing.Attributes = {
+        "gen_ai.request.id": choice.request_id,
+        "tandem.num_prompt_tokens": len(choice.engine_request.prompt_token_ids),
+        "tandem.transfer_id": transfer_id,
+    }
+    span = tracing.start_span("prefill.compute", attributes=attributes)
+    tracing.remember_span(transfer_id, span)
+    return span
 
 
 ROLE = Role("prefill", instance_pb2.ROLE_PREFILL, SERVICE, PrefillServicer)

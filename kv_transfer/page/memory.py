@@ -39,18 +39,15 @@ class HostPages:
         self._bytes = pages.view(-1).numpy().data
 
     def page_out(self, block_id: int) -> memoryview:
-        return self._page(block_id).toreadonly()
+        return self.page_in(block_id).toreadonly()
 
     def page_in(self, block_id: int) -> memoryview:
-        return self._page(block_id)
-
-    def commit(self, block_id: int, page: memoryview) -> None:
-        del block_id, page
-
-    def _page(self, block_id: int) -> memoryview:
         if not 0 <= block_id < self._num_blocks:
             raise IndexError(f"block {block_id} of {self._num_blocks}")
         return self._bytes[block_id * self.page_bytes : (block_id + 1) * self.page_bytes]
+
+    def commit(self, block_id: int, page: memoryview) -> None:
+        del block_id, page
 
 
 class LayeredHostPages:

@@ -15,7 +15,7 @@ from kv_transfer.page.memory import make_page_memory
 from kv_transfer.stores.base import BlockStore
 from kv_transfer.stores.page_io import SELF_TEST_TIMEOUT_S, STORE_DOWN, CircuitBreaker, PageIO, self_test_store
 from kv_transfer.transfer.connector import SKIPPED, OpResult, TransferConnector, TransferOptions
-from kv_transfer.transfer.loader import Load, Loader, LoadOp
+from kv_transfer.transfer.loader import DAMAGED, Load, Loader, LoadOp
 from kv_transfer.transfer.producer import MAX_WAITING, PrefixProducer, ProducedTransfer, Producer, SaveOp
 
 
@@ -35,11 +35,6 @@ class StoreOptions(TransferOptions, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_only: bool = False
     """Hand nothing over, and keep full blocks for requests with the same prompt: set by the multi connector."""
 
-    def check(self, name: str) -> None:
-        """Raises EngineError for what a connector of this name cannot do."""
-        if not (self.save or self.prefix_only):
-            raise EngineError(f"the {name} connector cannot hand KV over with save off")
-
 
 class StoreConnector(TransferConnector):
     """Implements engine.kv_connector.KVConnector over a store."""
@@ -54,7 +49,8 @@ class StoreConnector(TransferConnector):
     ) -> None:
         """Owns `store` from here on, also if it raises EngineError."""
         try:
-            options.check(store.name)
+            if not (options.save or options.prefix_only):
+                raise EngineError(f"the {store.name} connector cannot hand KV over with save off")
             super().__init__(store.name, options, wake=wake, clock=clock)
         except BaseException:
             store.close()
@@ -63,10 +59,8 @@ class StoreConnector(TransferConnector):
         self._options = options
         self._io: PageIO
         self._naming: PageNaming
-        self._submitted: dict[int, float] = {}
-        """When each operation that has not ended was queued, by its id; the oldest is first."""
-        self._saves: dict[int, SaveOp] = {}
-        """Those of them that save."""
+        self._saves: dict[int, tuple[SaveOp, float]] = {}
+        """Saves that have not ended and when each was queued, by the operation's id; the oldest is first."""
         self._ended_at = -math.inf
         """When a thread has last ended an operation."""
         self._queued: dict[int, SaveOp | LoadOp] = {}
@@ -133,7 +127,7 @@ class StoreConnector(TransferConnector):
             self._store.close()
             return
         self._producer.cancel_all(self._clock())
-        for op in self._saves.values():
+        for op, _ in self._saves.values():
             op.owner.cancelled = True  # also of a finished request that a prefix store still saves
         self._loader.cancel_all()
         self._threads.shutdown(self._options.shutdown_timeout_s)
@@ -146,14 +140,12 @@ class StoreConnector(TransferConnector):
     def _submit(self, op: SaveOp | LoadOp) -> None:
         """Operations that would only queue behind threads that hang fail here. One thread that does not hang tries the
         store again."""
-        now = self._clock()
         self._in_flight.setdefault(op.owner, {})[op.block_index] = op.block_id
         if self._hangs:
             self._end_op(OpResult(op, STORE_DOWN))
             return
-        self._submitted[id(op)] = now
         if isinstance(op, SaveOp):
-            self._saves[id(op)] = op
+            self._saves[id(op)] = op, self._clock()
         self._queued[id(op)] = op
         # A prompt waits for what is looked up; what is saved may be hundreds of pages of a slow store.
         self._threads.submit(lambda: self._run(op), is_urgent=isinstance(op, LoadOp))
@@ -173,8 +165,10 @@ class StoreConnector(TransferConnector):
 
     def _oldest_save(self) -> tuple[SaveOp, float] | None:
         """Of those that are still wanted, and when it is late: while a slow store ends operations, none is."""
-        op = next((op for op in self._saves.values() if not op.is_cancelled), None)
-        return None if op is None else (op, max(self._submitted[id(op)], self._ended_at) + self._options.load_timeout_s)
+        for op, queued_at in self._saves.values():
+            if not op.is_cancelled:
+                return op, max(queued_at, self._ended_at) + self._options.load_timeout_s
+        return None
 
     def _give_up_late_saves(self, now: float) -> None:
         """Each counts once per request, as late reads do."""
@@ -200,7 +194,6 @@ class StoreConnector(TransferConnector):
         }
 
     def _apply(self, result: OpResult, now: float) -> None:
-        self._submitted.pop(id(result.op), None)
         self._saves.pop(id(result.op), None)
         blocks = self._in_flight[result.op.owner]
         del blocks[result.op.block_index]
@@ -208,7 +201,7 @@ class StoreConnector(TransferConnector):
             del self._in_flight[result.op.owner]
         if isinstance(result.op, SaveOp):
             self.counters.num_shared_blocks += result.failure is None and result.num_bytes == 0
-        elif result.is_damage:
+        elif result.failure is not None and result.failure.startswith(DAMAGED):
             self._inspect_successors(result.op)
         super()._apply(result, now)
 

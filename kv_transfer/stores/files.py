@@ -89,7 +89,7 @@ class SharedStorage:
         self.sweeper.note_written(sum(len(buffer) for buffer in buffers))
 
     def _write(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
-        folders, name = self._place(key)
+        folders, name = self.place(key)
         with _opened(self.path, folders, create=True) as folder:
             assert folder is not None
             temporary = f"{TEMP_PREFIX}{secrets.token_hex(8)}"
@@ -111,7 +111,7 @@ class SharedStorage:
                 raise
 
     def get_into(self, key: PageKey, buffers: Sequence[Buffer], check: Callable[[], None]) -> bool:
-        folders, name = self._place(key)
+        folders, name = self.place(key)
         with _opened(self.path, folders) as folder:
             if folder is None:
                 return False
@@ -138,7 +138,7 @@ class SharedStorage:
         return True
 
     def contains(self, key: PageKey, num_bytes: int) -> bool:
-        folders, name = self._place(key)
+        folders, name = self.place(key)
         with _opened(self.path, folders) as folder:
             if folder is None:
                 return False
@@ -155,7 +155,7 @@ class SharedStorage:
         return True
 
     def delete(self, key: PageKey) -> None:
-        folders, name = self._place(key)
+        folders, name = self.place(key)
         with _opened(self.path, folders) as folder:
             if folder is None:
                 return
@@ -171,7 +171,8 @@ class SharedStorage:
     def close(self) -> None:
         self.sweeper.stop()
 
-    def _place(self, key: PageKey) -> tuple[Sequence[str], str]:
+    @staticmethod
+    def place(key: PageKey) -> tuple[Sequence[str], str]:
         """Folders below `path`, and a file in the last one. Each transfer has a folder of its own for its tail."""
         *folders, name = key.parts
         return folders, name

@@ -30,7 +30,7 @@ from engine.kv_connector import KVConnector, KVConnectorOutput
 from engine.scheduling.request import Request
 from kv_transfer.secret import load_secret
 from kv_transfer.transfer.lease import LeaseTable
-from kv_transfer.transfer.loader import DAMAGED, Loader, LoadOp
+from kv_transfer.transfer.loader import Loader, LoadOp
 from kv_transfer.transfer.producer import Producer, SaveOp
 from serving.histogram import Histogram
 
@@ -195,11 +195,6 @@ class OpResult:
     failure: str | None
     num_bytes: int = 0
     duration_s: float = 0.0
-
-    @property
-    def is_damage(self) -> bool:
-        """The store returned a page that failed a check."""
-        return self.failure is not None and self.failure.startswith(DAMAGED)
 
 
 def progress_of(event: TransferEvent, request_id: str) -> KVProgress:

@@ -44,10 +44,10 @@ class Resumption:
         self._timeout_s = timeout_s
         self._ends_s = 0.0
         self._num_left = max_resumptions
-        self._num_pieces = 0
-        """At the last break."""
-        self._until_s: float | None = None
-        """Of that break; None: there was none."""
+        self._num_pieces = -1
+        """At the last break; -1: there was none."""
+        self._until_s = 0.0
+        """Of that break."""
         self._delay_s = _FIRST_DELAY_S
 
     def begin(self) -> None:
@@ -65,10 +65,9 @@ class Resumption:
     def delay_s(self, error: TandemError) -> float | None:
         """Seconds until the next call, after one that failed; None: the error is the caller's."""
         now_s = time.monotonic()
-        is_new = self._until_s is None or self._assembler.num_pieces > self._num_pieces
+        is_new = self._assembler.num_pieces > self._num_pieces
         if not (self._resumes(error, now_s) if is_new else self._asks_again(error, now_s)):
             return None
-        assert self._until_s is not None, "a break that is resumed has an end of its wait"
         delay_s = max(self._delay_s, min(error.retry_after_s or 0.0, _MAX_DELAY_S))
         return delay_s if now_s + delay_s < min(self._until_s, self._ends_s) else None
 

@@ -84,9 +84,9 @@ class Finding:
     remedy: str = ""
 
 
-def _ok_or_warn(is_ok: bool, subject: str, text: str, remedy: str) -> Finding:
-    """`remedy` is of the warning."""
-    return Finding("ok", subject, text) if is_ok else Finding("warn", subject, text, remedy)
+def _ok_or(verdict: Literal["warn", "fail"], is_ok: bool, subject: str, text: str, remedy: str) -> Finding:
+    """`verdict` and `remedy` are of what is not ok."""
+    return Finding("ok", subject, text) if is_ok else Finding(verdict, subject, text, remedy)
 
 
 @click.command("doctor")
@@ -159,11 +159,8 @@ def check_system() -> Iterator[Finding]:
 
 
 def check_python() -> Iterator[Finding]:
-    version = platform.python_version()
-    if not (3, 11) <= sys.version_info[:2] <= (3, 13):  # the sources may be run without installing them
-        yield Finding("fail", "python", version, "use Python 3.11, 3.12 or 3.13")
-    else:
-        yield Finding("ok", "python", version)
+    is_supported = (3, 11) <= sys.version_info[:2] <= (3, 13)  # the sources may be run without installing them
+    yield _ok_or("fail", is_supported, "python", platform.python_version(), "use Python 3.11, 3.12 or 3.13")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -188,10 +185,10 @@ def check_machine() -> Iterator[Finding]:
     cores, quota = usable_cores(), cpu_quota()
     text = f"{len(cores)} usable" + (f", of which the container grants {quota:g}" if quota is not None else "")
     remedy = "with fewer than two, prefill and decode take turns; tandem up --no-pin"
-    yield _ok_or_warn(len(cores) >= 2 and (quota is None or quota >= 2), "cores", text, remedy)
+    yield _ok_or("warn", len(cores) >= 2 and (quota is None or quota >= 2), "cores", text, remedy)
     available = available_bytes()
     text, remedy = f"{available / 2**30:.1f} GiB free", "keep --kv-memory small, or free some"
-    yield _ok_or_warn(available >= _LOW_MEMORY, "memory", text, remedy)
+    yield _ok_or("warn", available >= _LOW_MEMORY, "memory", text, remedy)
 
 
 def check_processor() -> Iterator[Finding]:
@@ -222,7 +219,7 @@ def check_kernel() -> Iterator[Finding]:
     free = shutil.disk_usage(temporary).free
     text = f"{temporary}, {free / 2**30:.1f} GiB free"
     remedy = f"the local store lies there; set TMPDIR to a larger disk, by a path of at most {MAX_FOLDER_BYTES} bytes"
-    yield _ok_or_warn(free > _LOW_MEMORY, "temporary files", text, remedy)
+    yield _ok_or("warn", free > _LOW_MEMORY, "temporary files", text, remedy)
 
 
 def check_compiler() -> Iterator[Finding]:
@@ -234,7 +231,7 @@ def check_compiler() -> Iterator[Finding]:
         return
     text = "neither gcc nor clang is installed" if chosen is None else f"CC={chosen} is not found"
     remedy = "apt-get install gcc libc6-dev python3-dev, or give another one by CC"
-    yield _ok_or_warn(not visible_gpus(), subject, f"{text}; only needed for --device cuda", remedy)
+    yield _ok_or("warn", not visible_gpus(), subject, f"{text}; only needed for --device cuda", remedy)
 
 
 def check_model(name: str) -> Iterator[Finding]:
@@ -424,6 +421,5 @@ def _process_finding(
 
     if credentials and state == f"{SILENT} (UNAVAILABLE)" and (problem := tls_problem(address, credentials)):
         return Finding("fail", name, problem, _OWN_FILES)
-    is_ready = state == READY
-    remedy = "" if is_ready else "see its log in the stack's folder; `tandem up` restarts dead processes"
-    return Finding("ok" if is_ready else "fail", name, f"{state} at {address}{detail}", remedy)
+    remedy = "see its log in the stack's folder; `tandem up` restarts dead processes"
+    return _ok_or("fail", state == READY, name, f"{state} at {address}{detail}", remedy)

@@ -67,11 +67,7 @@ class DesiredState:
         self._has_connector = has_connector
         self._new_address = new_address
         self._changed = threading.Condition()
-        self._snapshot = Snapshot(1, tuple(instances))
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self._snapshot
+        self.snapshot = Snapshot(1, tuple(instances))
 
     def resize(self, role: Role, size: int, victims: Sequence[str] = (), previous_size: int | None = None) -> int:
         """Sets the size of a pool; returns the previous one. Raises InvalidSize.
@@ -82,7 +78,7 @@ class DesiredState:
         """
         self.check_size(role, size)
         with self._changed:
-            pool = self._snapshot.pool(role)
+            pool = self.snapshot.pool(role)
             if previous_size not in (None, len(pool)) and size != len(pool):
                 raise InvalidSize(
                     f"the {role} pool was resized from {previous_size} to {len(pool)} meanwhile, and keeps that size"
@@ -107,10 +103,10 @@ class DesiredState:
     def drop(self, name: str) -> bool:
         """Removes an instance that cannot start. False if its pool already has its minimum size."""
         with self._changed:
-            instance = next((one for one in self._snapshot.instances if one.name == name), None)
+            instance = next((one for one in self.snapshot.instances if one.name == name), None)
             if instance is None:
                 return True  # a concurrent resize removed it
-            if len(self._snapshot.pool(instance.role)) <= self._min_sizes[instance.role]:
+            if len(self.snapshot.pool(instance.role)) <= self._min_sizes[instance.role]:
                 return False
             self._remove([instance])
             return True
@@ -118,8 +114,8 @@ class DesiredState:
     def release(self, name: str) -> None:
         """Frees name and address of a leaving instance whose process is gone."""
         with self._changed:
-            leaving = tuple(instance for instance in self._snapshot.leaving if instance.name != name)
-            self._snapshot = replace(self._snapshot, leaving=leaving)
+            leaving = tuple(instance for instance in self.snapshot.leaving if instance.name != name)
+            self.snapshot = replace(self.snapshot, leaving=leaving)
 
     def wait(self, version: int, *, unless: Callable[[], bool]) -> Snapshot | None:
         """Waits for a snapshot other than that of `version`; None as soon as `unless` holds.
@@ -127,8 +123,8 @@ class DesiredState:
         `unless` is evaluated after every change and every `notify`.
         """
         with self._changed:
-            self._changed.wait_for(lambda: unless() or self._snapshot.version != version)
-            return None if unless() else self._snapshot
+            self._changed.wait_for(lambda: unless() or self.snapshot.version != version)
+            return None if unless() else self.snapshot
 
     def notify(self) -> None:
         """Makes every `wait` evaluate its condition again."""
@@ -136,21 +132,21 @@ class DesiredState:
             self._changed.notify_all()
 
     def _add(self, role: Role, count: int) -> None:
-        known = (*self._snapshot.instances, *self._snapshot.leaving)
+        known = (*self.snapshot.instances, *self.snapshot.leaving)
         names, addresses = {instance.name for instance in known}, {instance.address for instance in known}
         free_names = (name for number in itertools.count() if (name := f"{role}-{number}") not in names)
         added = []
         for name in itertools.islice(free_names, count):
             added.append(DesiredInstance(name, role, self._new_address(addresses)))
             addresses.add(added[-1].address)
-        self._publish((*self._snapshot.instances, *added), self._snapshot.leaving)
+        self._publish((*self.snapshot.instances, *added), self.snapshot.leaving)
 
     def _remove(self, removed: Sequence[DesiredInstance]) -> None:
-        staying = tuple(instance for instance in self._snapshot.instances if instance not in removed)
-        self._publish(staying, (*self._snapshot.leaving, *removed))
+        staying = tuple(instance for instance in self.snapshot.instances if instance not in removed)
+        self._publish(staying, (*self.snapshot.leaving, *removed))
 
     def _publish(self, instances: tuple[DesiredInstance, ...], leaving: tuple[DesiredInstance, ...]) -> None:
-        self._snapshot = Snapshot(self._snapshot.version + 1, instances, leaving)
+        self.snapshot = Snapshot(self.snapshot.version + 1, instances, leaving)
         self._changed.notify_all()
 
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,14 +93,11 @@ def _hosts(kv_url: str) -> Sequence[tuple[str, int]]:
 
 def _connect_to_one(hosts: Sequence[tuple[str, int]]) -> None:
     """Raises OSError where none accepts."""
-    failure: OSError | None = None
-    for host in hosts:
-        try:
+    *others, last = hosts
+    for host in others:
+        with suppress(OSError):
             return socket.create_connection(host, timeout=2).close()
-        except OSError as error:
-            failure = error
-    assert failure is not None
-    raise failure
+    return socket.create_connection(last, timeout=2).close()
 
 
 def _check_port(host: str, flag: str, port: int) -> None:
@@ -211,11 +209,6 @@ def check_vllm(python: str) -> tuple[str, ...] | None:
         raise ValueError(
             f"--engine-python: {python} has another version of Tandem; docs/vllm.md describes how it is installed there"
         ) from None
-
-
-def vllm_args(flags: Sequence[str]) -> Mapping[str, Any]:
-    """Further arguments of vLLM that instances with these flags get. Raises ValueError."""
-    return instance_settings(flags).engine.vllm_args
 
 
 def num_workers(arguments: Mapping[str, Any]) -> int:

@@ -52,24 +52,6 @@ class StartCancelled(Exception):
     """The stack was to stop before it was ready."""
 
 
-class _StartUp:
-    """Passes on what starting processes log about their start; what several of them say, once."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._shown: set[str] = set()
-        self._next_look_s = 0.0
-
-    def show(self, processes: Sequence[ManagedProcess]) -> None:
-        if time.monotonic() < self._next_look_s:
-            return
-        self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
-        for text in dict.fromkeys(text for process in processes for text in process.start_up_texts()):
-            if text not in self._shown:
-                self._shown.add(text)
-                self._progress(text)
-
-
 def _check_running(processes: Iterable[ManagedProcess]) -> None:
     """Raises StackFailed for one that has exited, also if it was ready before; but not for a drained instance, which
     `serve` starts again."""
@@ -111,9 +93,7 @@ class LocalStack:
     @property
     def instances(self) -> dict[str, str]:
         """Name → host:port of every desired prefill and decode instance; not of leaving ones."""
-        if self._processes is None:
-            return {}
-        return {instance.name: instance.address for instance in self._processes.desired.snapshot.instances}
+        return {instance.name: instance.address for instance in self._started.desired.snapshot.instances}
 
     @property
     def credentials(self) -> Credentials:
@@ -127,13 +107,18 @@ class LocalStack:
 
     @property
     def admin_address(self) -> str:
-        """host:port of the router's admin listener; empty before the start."""
-        return "" if self._processes is None else self._processes.admin_address
+        """host:port of the router's admin listener."""
+        return self._started.admin_address
 
     @property
     def http_address(self) -> str | None:
-        """host:port of the router's OpenAI HTTP API; None: disabled, or not started."""
-        return None if self._processes is None else self._processes.http_address
+        """host:port of the router's OpenAI HTTP API; None: disabled."""
+        return self._started.http_address
+
+    @property
+    def _started(self) -> LocalProcesses:
+        assert self._processes is not None, "the stack has not started"
+        return self._processes
 
     def start(self, progress: Progress = lambda line: None, stop: threading.Event | None = None) -> None:
         """Starts all processes at once; returns when all are ready.
@@ -180,9 +165,14 @@ class LocalStack:
         """Waits until the named processes, or all, are ready; raises StackFailed if one exits or takes too long."""
         waiting = processes = [self.processes[name] for name in names or self.processes]
         deadline_s = time.monotonic() + self.settings.start_timeout_s
-        start_up = _StartUp(progress)
+        next_look_s, shown = 0.0, set[str]()
         while waiting:
-            start_up.show(waiting)
+            if time.monotonic() >= next_look_s:
+                next_look_s = time.monotonic() + _LOOK_INTERVAL_S
+                for text in (text for process in waiting for text in process.start_up_texts()):
+                    if text not in shown:  # several of them may say the same
+                        shown.add(text)
+                        progress(text)
             _check_running(processes)
             still_waiting = []
             for process in waiting:
@@ -250,8 +240,7 @@ class LocalStack:
         The processes follow in `serve` or `supervise`. `victims` are addresses of instances to remove first, in this
         order. Raises InvalidSize for a size that is not allowed, or for which there is not enough memory.
         """
-        assert self._processes is not None, "the stack has not started"
-        return self._processes.resize(role, size, victims)
+        return self._started.resize(role, size, victims)
 
     def supervise(self) -> list[StackEvent]:
         """Checks the processes once, to be called regularly: restarts, starts and drains them, and bounds their logs.
@@ -294,8 +283,7 @@ class LocalStack:
 
     def restart(self, name: str) -> None:
         """Restarts a process that has ended, at its address. Does not wait."""
-        assert self._processes is not None, "the stack has not started"
-        self._processes.start(self.processes[name])
+        self._started.start(self.processes[name])
 
     def announce(self) -> None:
         """Lets the commands on this machine find the stack; `supervise` keeps the state file there and up to date.

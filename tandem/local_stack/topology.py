@@ -25,7 +25,7 @@ from serving.lifecycle import ParentBond
 from tandem.client.credentials import INSTANCE, ROUTER, TLS_FOLDER
 from tandem.connectors import CONNECTORS
 from tandem.local_stack.desired_state import DesiredInstance, DesiredState, InvalidSize, Role
-from tandem.local_stack.preflight import bind_once, instance_settings, num_workers, own_store, vllm_args
+from tandem.local_stack.preflight import bind_once, instance_settings, num_workers, own_store
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
 
@@ -178,7 +178,7 @@ def _has_kv_size(settings: StackSettings) -> bool:
 def _can_share_gpus(settings: StackSettings) -> bool:
     """vLLM does not start where less than its part of a GPU's memory is free, whatever the size of its KV."""
     if settings.engine == "vllm":
-        return "gpu_memory_utilization" in vllm_args(settings.instance_args)
+        return "gpu_memory_utilization" in instance_settings(settings.instance_args).engine.vllm_args
     return _has_kv_size(settings)
 
 
@@ -191,7 +191,7 @@ def _gpus(settings: StackSettings) -> Sequence[str]:
 
 def _gpus_per_instance(settings: StackSettings) -> int:
     if settings.engine == "vllm" and settings.on_gpus:
-        return num_workers(vllm_args(settings.instance_args))
+        return num_workers(instance_settings(settings.instance_args).engine.vllm_args)
     return settings.parallelism.num_ranks
 
 

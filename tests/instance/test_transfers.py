@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.messages import KVProgress, LeaseCommand, TransferEvent
+from engine.core.messages import KVProgress, LeaseCommand, LoadedEvent, TransferEvent
 from instance.convert import TransferSource
 from instance.transfers import _MAX_IDLE, PeerChannels, TransferClients
 from prefill_service.service import ROLE
@@ -63,8 +63,8 @@ async def test_the_first_release_counts(prefill: Rig, reader: Reader) -> None:
     with reader.transfers.read_transfer(source(prefill), "r1") as client:
         client.blocks_reserved(1)
         await until(lambda: any(progress.num_tokens == 14 for progress in reader.progress))
-        client.release(complete=True)
-        client.release(complete=False)
+        client.load_finished(LoadedEvent("r1", 14, 0))
+        client.release()
         assert client.loaded.result()
     await until(lambda: RELEASE in prefill.core.commands)
     assert prefill.core.commands.count(RELEASE) == 1

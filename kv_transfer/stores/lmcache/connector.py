@@ -93,7 +93,8 @@ class LMCacheDisk(SharedStorage):
 
     name = "lmcache"
 
-    def _place(self, key: PageKey) -> tuple[Sequence[str], str]:
+    @staticmethod
+    def place(key: PageKey) -> tuple[Sequence[str], str]:
         folders = ("v1", "transfers", key.scope.hex()) if key.scope else ("v1", "pages")
         return folders, ObjectName.of(key).file_name
 

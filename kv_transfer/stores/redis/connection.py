@@ -281,7 +281,6 @@ class RedisEndpoint:
     ) -> None:
         self.address = address
         self.run_id: str | None = None
-        self.num_restarts = 0
         self._login = login
         self._timeout_s = timeout_s
         self._kwargs: dict[str, Any] = {
@@ -336,7 +335,6 @@ class RedisEndpoint:
             return
         run_id = found[1].decode()
         if self.run_id is not None and run_id != self.run_id:
-            self.num_restarts += 1
             _log.warning(
                 "redis at %s is another process now (restart or failover): pages that it lacks are computed again",
                 self.address,

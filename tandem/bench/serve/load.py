@@ -56,10 +56,8 @@ async def run_load(
     At most `max_concurrency` are in flight; the next one waits, in its order. A request that takes longer than
     `timeout_s` fails with the status TIMEOUT. `on_progress` is called whenever a request is sent or ends. Setting
     `stop` ends the load at once: requests in flight are cancelled and recorded as INTERRUPTED. Cancelling the call
-    cancels them too, without records. Raises ValueError for a max_concurrency below 1.
+    cancels them too, without records.
     """
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ValueError(f"max_concurrency is {max_concurrency}; at least 1, or None for no limit")
     places = asyncio.Semaphore(max_concurrency or sys.maxsize)
     in_order = sorted(requests, key=lambda request: request.at_s)
     load = _Load(endpoint, in_order, places, timeout_s, on_progress)

@@ -217,15 +217,12 @@ class OpenAIEndpoint:
             chunks = response.aiter_bytes()
             async for data in event_data(chunks):
                 if data == b"[DONE]":
-                    self._read_rest_later(chunks, closing.pop_all())
+                    rest = asyncio.create_task(_read_rest(chunks, closing.pop_all()))
+                    self._rests.add(rest)
+                    rest.add_done_callback(self._rests.discard)
                     break
                 stream.add(data)
         return stream
-
-    def _read_rest_later(self, chunks: AsyncIterator[bytes], closing: contextlib.AsyncExitStack) -> None:
-        task = asyncio.create_task(_read_rest(chunks, closing))
-        self._rests.add(task)
-        task.add_done_callback(self._rests.discard)
 
 
 async def _read_rest(chunks: AsyncIterator[bytes], closing: contextlib.AsyncExitStack) -> None:

@@ -19,11 +19,12 @@ import gzip
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ _AZURE_EXAMPLE = "2023-11-16 18:15:46.6805900,374,44"
 _MOONCAKE_EXAMPLE = '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}'
 
 TooLong = Literal["cut", "skip"]
+T = TypeVar("T")
 
 
 class TraceError(ValueError):
@@ -77,27 +79,15 @@ class TraceUse:
     too_long: TooLong = "cut"
     """Whether a row above a cap is cut down to it, or skipped."""
 
-    def __post_init__(self) -> None:
-        for name in ("speed", "length_scale", "duration_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if not 0 <= self.begin_s < math.inf:
-            raise ValueError(f"begin_s is {self.begin_s}; it must be 0 or more")
-        for name in ("max_input_len", "max_output_len"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-
 
 @dataclass(slots=True)
-class TracePlan:
-    """The requests of a trace, and counts of the other rows."""
+class TraceCounts:
+    """How many rows of a trace are requests, and what became of the others."""
 
     num_rows: int = 0
     """In the whole trace."""
     num_planned: int = 0
     """Rows that are requests."""
-    requests: list[PlannedRequest] = field(default_factory=list)
-    """The first of them, up to the limit."""
     num_outside: int = 0
     """Rows outside the slice."""
     num_cut: int = 0
@@ -129,9 +119,13 @@ def read_trace(path: Path, hash_block_len: int = HASH_BLOCK_LEN) -> list[TraceRo
     try:
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             first = file.readline()
-            lines = _Lines(path, file)
-            is_mooncake = first.lstrip().startswith("{")
-            rows = list(_mooncake(lines, first, hash_block_len) if is_mooncake else _azure(lines, first))
+            lines: Iterable[tuple[int, str]] = enumerate(file, 2)
+            if first.lstrip().startswith("{"):
+                parse: Callable[[str], TraceRow] = partial(_mooncake_row, block_len=hash_block_len)
+                lines = itertools.chain([(1, first)], lines)
+            else:
+                parse = _located(path, 1, _azure_parser, first)
+            rows = [_located(path, number, parse, line) for number, line in lines if line.strip()]
     except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is damaged, or is not text: {error}") from None
     if not rows:
@@ -140,30 +134,28 @@ def read_trace(path: Path, hash_block_len: int = HASH_BLOCK_LEN) -> list[TraceRo
     return [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
 
 
-def plan(
-    rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0, limit: int | None = None
-) -> TracePlan:
-    """The first `limit` requests, or all, that `use` makes of `rows`, with generated prompts of token ids in `ids`.
+def count(rows: Iterable[TraceRow], use: TraceUse) -> TraceCounts:
+    """What `plan` makes of `rows`, without the prompts, which take time and memory."""
+    counts = TraceCounts()
+    for _ in _used(rows, use, counts):
+        pass
+    return counts
+
+
+def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0) -> Iterator[PlannedRequest]:
+    """The requests that `use` makes of `rows`, with generated prompts of token ids in `ids`.
 
     Rows without hash ids get a unique prompt, from `seed` and their index in the trace, so that slices and caps change
     no other row's prompt. Equal hash ids give equal tokens, whatever the row.
     """
-    planned = TracePlan()
-    planned.requests.extend(plan_each(rows, use, ids, planned, seed=seed, limit=limit))
-    return planned
-
-
-def plan_each(
-    rows: Iterable[TraceRow],
-    use: TraceUse,
-    ids: Sequence[int],
-    counts: TracePlan,
-    *,
-    seed: int = 0,
-    limit: int | None = None,
-) -> Iterator[PlannedRequest]:
-    """The requests of `plan`, one by one; counts the rows in `counts`."""
     prompts = _Prompts(ids, seed, block_len=math.ceil(use.hash_block_len * use.length_scale))
+    for index, row, input_len, output_len in _used(rows, use, TraceCounts()):
+        prompt = prompts.shared(row.hash_ids, input_len) if row.hash_ids else prompts.unique(index, input_len)
+        yield PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, output_len)
+
+
+def _used(rows: Iterable[TraceRow], use: TraceUse, counts: TraceCounts) -> Iterator[tuple[int, TraceRow, int, int]]:
+    """Index, row, input and output length of each request. Counts the rows in `counts`."""
     for index, row in enumerate(rows):
         counts.num_rows += 1
         if not use.begin_s <= row.at_s < use.begin_s + use.duration_s:
@@ -177,10 +169,7 @@ def plan_each(
             continue
         counts.num_cut += capped != lengths
         counts.num_planned += 1
-        if limit is not None and counts.num_planned > limit:
-            continue  # counted alone: prompts take time and memory
-        prompt = prompts.shared(row.hash_ids, capped[0]) if row.hash_ids else prompts.unique(index, capped[0])
-        yield PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, capped[1])
+        yield index, row, capped[0], capped[1]
 
 
 class _Prompts:
@@ -208,45 +197,33 @@ class _Prompts:
         return tuple(self._ids[place] for place in (values % np.uint64(len(self._ids))).tolist())
 
 
-class _Lines:
-    """The lines after the first, counted for error messages."""
-
-    def __init__(self, path: Path, file: Iterable[str]) -> None:
-        self._path = path
-        self._file = file
-        self.number = 1
-
-    def __iter__(self) -> Iterator[str]:
-        for line in self._file:
-            self.number += 1
-            yield line
-
-    def error(self, problem: str, expected: str) -> TraceError:
-        return TraceError(f"{self._path}, line {self.number}: {problem}; expected {expected}")
-
-    def length(self, value: int, name: str) -> int:
-        if not 1 <= value <= MAX_LEN:
-            raise self.error(f"{name} is {value}", f"a number of tokens from 1 to {MAX_LEN}")
-        return value
+def _located(path: Path, number: int, parse: Callable[[str], T], line: str) -> T:
+    """What `parse` makes of the line. Its ValueError says what is wrong and what is expected."""
+    try:
+        return parse(line)
+    except ValueError as error:
+        raise TraceError(f"{path}, line {number}: {error}") from None
 
 
-def _azure(lines: _Lines, header: str) -> Iterator[TraceRow]:
+def _azure_parser(header: str) -> Callable[[str], TraceRow]:
     names = header.strip().split(",")
     missing = [name for name in _AZURE_COLUMNS if name not in names]
     if missing:
-        problem = f"no column {', '.join(missing)}, and not a JSON object"
-        raise lines.error(problem, f"the header {','.join(_AZURE_COLUMNS)}, or {_MOONCAKE_EXAMPLE}")
+        expected = f"the header {','.join(_AZURE_COLUMNS)}, or {_MOONCAKE_EXAMPLE}"
+        raise ValueError(f"no column {', '.join(missing)}, and not a JSON object; expected {expected}")
     columns = [names.index(name) for name in _AZURE_COLUMNS]
-    for line in lines:
-        if not line.strip():
-            continue
+
+    def parse(line: str) -> TraceRow:
         cells = line.strip().split(",")
         try:
             when, context, generated = (cells[column] for column in columns)
             at_s, input_len, output_len = _time_s(when), int(context), int(generated)
         except (IndexError, ValueError, OverflowError):
-            raise lines.error(f"{line.strip()[:80]!r} is not a row", f"for example {_AZURE_EXAMPLE}") from None
-        yield TraceRow(at_s, lines.length(input_len, "ContextTokens"), lines.length(output_len, "GeneratedTokens"))
+            problem = f"{line.strip()[:80]!r} is not a row"
+            raise ValueError(f"{problem}; expected for example {_AZURE_EXAMPLE}") from None
+        return TraceRow(at_s, _length(input_len, "ContextTokens"), _length(output_len, "GeneratedTokens"))
+
+    return parse
 
 
 def _time_s(text: str) -> float:
@@ -255,19 +232,21 @@ def _time_s(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _mooncake(lines: _Lines, first: str, block_len: int) -> Iterator[TraceRow]:
-    for line in itertools.chain([first], lines):
-        if not line.strip():
-            continue
-        try:
-            row = msgspec.json.decode(line, type=_MooncakeRow)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise lines.error(f"not a row ({error})", f"for example {_MOONCAKE_EXAMPLE}") from None
-        input_len = lines.length(row.input_length, "input_length")
-        output_len = lines.length(row.output_length, "output_length")
-        num_ids = math.ceil(input_len / block_len)
-        if row.hash_ids and (len(row.hash_ids) != num_ids or not 0 <= min(row.hash_ids) <= max(row.hash_ids) < 1 << 62):
-            problem = f"{len(row.hash_ids)} hash_ids for {input_len} tokens"
-            expected = f"{num_ids} of them, one for each {block_len} tokens, from 0 to 2^62 - 1"
-            raise lines.error(problem, f"{expected}; --hash-block-len is the length of the trace's blocks")
-        yield TraceRow(row.timestamp / 1e3, input_len, output_len, tuple(row.hash_ids))
+def _mooncake_row(line: str, *, block_len: int) -> TraceRow:
+    try:
+        row = msgspec.json.decode(line, type=_MooncakeRow)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a row ({error}); expected for example {_MOONCAKE_EXAMPLE}") from None
+    input_len, output_len = _length(row.input_length, "input_length"), _length(row.output_length, "output_length")
+    num_ids = math.ceil(input_len / block_len)
+    if row.hash_ids and (len(row.hash_ids) != num_ids or not 0 <= min(row.hash_ids) <= max(row.hash_ids) < 1 << 62):
+        problem = f"{len(row.hash_ids)} hash_ids for {input_len} tokens"
+        expected = f"{num_ids} of them, one for each {block_len} tokens, from 0 to 2^62 - 1"
+        raise ValueError(f"{problem}; expected {expected}; --hash-block-len is the length of the trace's blocks")
+    return TraceRow(row.timestamp / 1e3, input_len, output_len, tuple(row.hash_ids))
+
+
+def _length(value: int, name: str) -> int:
+    if not 1 <= value <= MAX_LEN:
+        raise ValueError(f"{name} is {value}; expected a number of tokens from 1 to {MAX_LEN}")
+    return value

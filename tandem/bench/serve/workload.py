@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from tandem.bench.serve.endpoint import PlannedRequest
-from tandem.bench.serve.traces import MAX_LEN, TracePlan, TraceRow, TraceUse, plan, plan_each
+from tandem.bench.serve.traces import MAX_LEN, TraceRow, TraceUse, count, plan
 
 MAX_REQUESTS = 1_000_000
 """Of one run: all of them are in memory before the first one is sent."""
@@ -34,10 +34,8 @@ def gamma_arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> 
     """Endless arrival times with independent gamma gaps of shape `burstiness` and mean 1 / `rate` seconds.
 
     1 is a Poisson process, less is burstier, more is more even: the gaps' standard deviation over their mean is
-    1 / sqrt(burstiness). The first gap lies before the first request. Raises ValueError.
+    1 / sqrt(burstiness). The first gap lies before the first request.
     """
-    _check(rate, "rate")
-    _check(burstiness, "burstiness")
     now_s = 0.0
     while True:
         for gap_s in rng.gamma(burstiness, 1 / (rate * burstiness), _DRAWN_AT_ONCE).tolist():
@@ -46,15 +44,12 @@ def gamma_arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> 
 
 
 def even_arrivals(rate: float) -> Iterator[float]:
-    """One request every 1 / `rate` seconds, the first at 0. Raises ValueError."""
-    _check(rate, "rate")
+    """One request every 1 / `rate` seconds, the first at 0."""
     return (number / rate for number in itertools.count())
 
 
-def cut(arrivals: Iterable[float], *, num_requests: int | None, duration_s: float | None) -> list[float]:
-    """The first `num_requests` of those before `duration_s`; None: no limit. One of them must be given."""
-    if num_requests is None and duration_s is None:
-        raise ValueError("the series is endless: give num_requests, duration_s, or both")
+def cut(arrivals: Iterable[float], *, num_requests: int, duration_s: float | None) -> list[float]:
+    """The first `num_requests` of those before `duration_s`; None: of all."""
     within = arrivals if duration_s is None else itertools.takewhile(lambda at_s: at_s < duration_s, arrivals)
     return list(itertools.islice(within, num_requests))
 
@@ -68,11 +63,6 @@ def filling(arrivals: Iterable[float], *, num_requests: int, duration_s: float) 
     """
     *times_s, end_s = itertools.islice(arrivals, num_requests + 1)
     return [at_s * duration_s / end_s if end_s else 0.0 for at_s in times_s]
-
-
-def _check(value: float, name: str) -> None:
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} is {value:g}; it must be above 0 and finite")
 
 
 _MIDDLE = (1 / 8, 1 / 2)
@@ -169,7 +159,7 @@ class Schedule:
         Raises TooManyRequests."""
         limit = MAX_REQUESTS + 1
         num_requests = limit if self.num_requests is None else min(self.num_requests, limit)
-        times_s = replace(self, num_requests=num_requests)._times_s(rate, seed)
+        times_s = self._times_s(rate, seed, num_requests)
         if len(times_s) > MAX_REQUESTS:
             when = "at once" if rate == float("inf") else f"at {rate:g}/s"
             raise TooManyRequests(
@@ -177,16 +167,16 @@ class Schedule:
             )
         return times_s
 
-    def _times_s(self, rate: float, seed: int) -> list[float]:
+    def _times_s(self, rate: float, seed: int, num_requests: int) -> list[float]:
         if rate == float("inf"):
             arrivals: Iterator[float] = itertools.repeat(0.0)
         elif self.burstiness is None:
             arrivals = even_arrivals(rate)
         else:
             arrivals = gamma_arrivals(rate, self.burstiness, _rng(seed, _ALL_RUNS, _ARRIVALS))
-            if self.num_requests is not None and self.duration_s is None:
-                return filling(arrivals, num_requests=self.num_requests, duration_s=self.num_requests / rate)
-        return cut(arrivals, num_requests=self.num_requests, duration_s=self.duration_s)
+            if self.duration_s is None:
+                return filling(arrivals, num_requests=num_requests, duration_s=num_requests / rate)
+        return cut(arrivals, num_requests=num_requests, duration_s=self.duration_s)
 
 
 class Workload(Protocol):
@@ -225,8 +215,7 @@ class RandomWorkload:
 
     def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """Each round of prefixes has an order of its own, or an instance that is picked in turns would get the same."""
-        if rate is None:
-            raise ValueError("random prompts need a rate")
+        assert rate is not None, "ServeOptions has a rate where there is no trace"
         return self._requests(self.schedule.times_s(rate, self.seed), 2 * run, self.turns)
 
     def warm_up(self, run: int, count: int) -> Iterator[PlannedRequest]:
@@ -262,14 +251,14 @@ class TraceWorkload:
     use: TraceUse
 
     def __str__(self) -> str:
-        return f"trace: {plan(self.rows, self.use, self.vocabulary.ids, limit=0)}; ids {self.vocabulary.origin}"
+        return f"trace: {count(self.rows, self.use)}; ids {self.vocabulary.origin}"
 
     def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """A trace gives no more requests than it has rows, also at a given rate."""
         use, end_s = self.use, self.schedule.duration_s
         if rate is None and end_s is not None:
             use = replace(use, duration_s=min(use.duration_s, end_s * use.speed))
-        num_rows = plan(self.rows, use, self.vocabulary.ids, limit=0).num_planned
+        num_rows = count(self.rows, use).num_planned
         num_requests = min(num_rows, self.schedule.num_requests or num_rows)
         requests = itertools.islice(self._requests(2 * run, use), num_requests)
         if rate is not None:
@@ -286,7 +275,7 @@ class TraceWorkload:
         return (replace(one, at_s=0.0) for one in requests)
 
     def _requests(self, series: int, use: TraceUse) -> Iterator[PlannedRequest]:
-        return plan_each(self.rows, use, self.vocabulary.ids, TracePlan(), seed=self.seed + (series << 32))
+        return plan(self.rows, use, self.vocabulary.ids, seed=self.seed + (series << 32))
 
 
 def _rng(seed: int, series: int, purpose: int) -> np.random.Generator:

@@ -32,12 +32,12 @@ from engine.imports import child_environment
 from engine.machine import file_system
 from instance.settings import CONNECTORS
 from kv_transfer.nixl.agent import NixlAgent, Region, UcxSettings, load_bindings
-from kv_transfer.nixl.transfers import TransferMetadata
+from kv_transfer.nixl.transfers import MAC_BYTES, TransferMetadata
 from kv_transfer.page.format import HEADER_BYTES, PageKey
 from kv_transfer.secret import ensure_secret, load_secret
 from kv_transfer.stores.base import BlockStore, StoreError
+from kv_transfer.stores.files import SharedStorage
 from kv_transfer.stores.lmcache import connector as lmcache_connector
-from kv_transfer.stores.lmcache.server import ObjectName
 from kv_transfer.stores.redis.connection import RECEIVE_BYTES, connection_failed
 from kv_transfer.stores.redis.connector import RedisOptions, RedisStore, encode, make_endpoint
 from tandem.bench.transfer.endpoint import Shape, TransferFailed, as_bytes
@@ -50,7 +50,6 @@ _TTL_S = 300.0
 _TIMEOUTS: Options = {"connect_timeout_s": 5.0, "timeout_s": 5.0}
 """Of a store: long, so that a loaded machine is measured and not given up."""
 _ROUNDS_IN_MEMORY = 8
-_MAC_BYTES = 32
 _NIXL_POLL_S = 1e-4
 _REDIS_START_TIMEOUT_S = 10.0
 _BOUND_PROCESS = (
@@ -162,9 +161,10 @@ class SharedStorageMedium(Medium):
 
     keeps_pages = True
     goals: ClassVar[dict[str, float]] = {"off": 0.80, "on": 0.50}
+    _store: type[SharedStorage] = SharedStorage
 
     def __init__(self, options: Options | None = None, *, parent: Path | None = None) -> None:
-        super().__init__("shared_storage", options)
+        super().__init__(self._store.name, options)
         self._parent = parent
         self._capacity_bytes = 1 << 30
 
@@ -192,7 +192,8 @@ class SharedStorageMedium(Medium):
 
     def path_of(self, key: PageKey) -> Path:
         """The file of a full block."""
-        return self._pages.joinpath(*key.parts)
+        folders, name = self._store.place(key)
+        return self._pages.joinpath(*folders, name)
 
     def clear(self, keys: Sequence[PageKey]) -> None:
         for key in keys:
@@ -211,13 +212,7 @@ class LMCacheMedium(SharedStorageMedium):
     """LMCache's files in a private folder within `parent`."""
 
     goals: ClassVar[dict[str, float]] = {}
-
-    def __init__(self, options: Options | None = None, *, parent: Path | None = None) -> None:
-        super().__init__(options, parent=parent)
-        self.name = self.connector = "lmcache"
-
-    def path_of(self, key: PageKey) -> Path:
-        return self._pages / "v1" / "pages" / ObjectName.of(key).file_name
+    _store = lmcache_connector.LMCacheDisk
 
 
 def _default_folder(shape: Shape) -> Path:
@@ -304,7 +299,7 @@ class _RawNixl:
 
     def read(self, keys: Sequence[PageKey], events: Sequence[TransferEvent]) -> float:
         encoded = next(event.connector_metadata for event in events if event.connector_metadata)
-        metadata = msgspec.msgpack.decode(encoded[_MAC_BYTES:], type=TransferMetadata)
+        metadata = msgspec.msgpack.decode(encoded[MAC_BYTES:], type=TransferMetadata)
         if metadata.agent_name not in self._remote:
             name = self.agent.add_peer(metadata.agent_metadata)
             self._remote[name] = self.agent.prepare(metadata.pages(num_layers=1), name)

@@ -112,17 +112,13 @@ def command(
             _measure_all(subjects, ["off", "on"] if digest == "both" else [digest], rounds, results, check_interrupted)
     finally:
         if json_file is not None and results:
-            _write(json_file, results, is_partial=len(results) < len(subjects))
+            from tandem.bench.transfer.measure import write_json
+
+            with write_errors():
+                write_json(json_file, results, is_partial=len(results) < len(subjects))
+            echo_or_drop(f"written: {json_file}")
     if not results or len(results) < len(subjects):
         raise click.exceptions.Exit(1)
-
-
-def _write(json_file: Path, results: Sequence[Result], *, is_partial: bool) -> None:
-    from tandem.bench.transfer.measure import write_json
-
-    with write_errors():
-        write_json(json_file, results, is_partial=is_partial)
-    echo_or_drop(f"written: {json_file}")
 
 
 def _choice(name: str, *, named: bool, kv_url: str | None, kv_folder: Path | None, options: Options) -> ConnectorChoice:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -159,11 +159,6 @@ class Latencies:
             for bound, count in process.recent(name).counts.items():
                 counts[bound] += count
         return Histogram(dict(counts))
-
-    def percentiles(self, name: str, shares: Iterable[float]) -> list[float | None]:
-        """Of TTFT or TPOT, in seconds."""
-        recent = self.recent(name)
-        return [recent.percentile(share) for share in shares]
 
 
 def _append(samples: deque[tuple[float, T]], at_s: float, value: T, span_s: float) -> None:
@@ -391,7 +386,7 @@ class TopApp(App[None]):
     def _latency_line(self) -> str:
         parts = []
         for label, name in (("TTFT", TTFT), ("TPOT", TPOT)):
-            values = self._latencies.percentiles(name, (0.5, 0.95))
+            values = map(self._latencies.recent(name).percentile, (0.5, 0.95))
             p50, p95 = ("-" if value is None else f"{value * 1e3:.0f} ms" for value in values)
             parts.append(f"{label} p50 {p50}, p95 {p95}")
         return "   ".join(parts) + "   (last minute)"

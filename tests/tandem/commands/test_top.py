@@ -99,23 +99,23 @@ class Fixed(Collector):
 
 def test_percentiles_are_those_of_the_last_minute() -> None:
     metrics, latencies = RouterMetrics(), Latencies()
-    assert latencies.percentiles(TTFT, (0.5,)) == [None]
+    assert latencies.recent(TTFT).percentile(0.5) is None
     for _ in range(1000):
         metrics.ttft.labels("local").observe(0.35)
     latencies.update(0.0, metrics.text())
-    assert latencies.percentiles(TTFT, (0.5,)) == [None], "what was before the first reading is not recent"
+    assert latencies.recent(TTFT).percentile(0.5) is None, "what was before the first reading is not recent"
     for path in ("split", "local"):
         for _ in range(50):
             metrics.ttft.labels(path).observe(0.15)
     metrics.ttft.labels("split").observe(7)
     latencies.update(30.0, metrics.text())
-    p50, p100 = latencies.percentiles(TTFT, (0.5, 1.0))
+    p50, p100 = map(latencies.recent(TTFT).percentile, (0.5, 1.0))
     assert p50 == pytest.approx(0.15, abs=0.001)
     assert p100 == 0.4, "the last bucket has no upper bound"
-    assert latencies.percentiles(TPOT, (0.5,)) == [None]
+    assert latencies.recent(TPOT).percentile(0.5) is None
     for at_s in (100.0, 170.0):
         latencies.update(at_s, metrics.text())
-    assert latencies.percentiles(TTFT, (0.5,)) == [None]
+    assert latencies.recent(TTFT).percentile(0.5) is None
 
 
 def test_a_restarted_router_begins_anew() -> None:
@@ -127,7 +127,7 @@ def test_a_restarted_router_begins_anew() -> None:
     latencies.update(1.0, after.text())
     after.ttft.labels("local").observe(0.15)
     latencies.update(2.0, after.text())
-    assert latencies.percentiles(TTFT, (1.0,)) == [pytest.approx(0.2)]
+    assert latencies.recent(TTFT).percentile(1.0) == pytest.approx(0.2)
 
 
 def of_workers(*workers: tuple[int, RouterMetrics]) -> str:
@@ -151,7 +151,7 @@ def test_a_worker_that_misses_a_scrape_has_no_lifetime_in_the_last_minute() -> N
         first.ttft.labels("local").observe(0.05)
         second.ttft.labels("local").observe(0.05)
         latencies.update(at_s, of_workers((0, first), (1, second)) if at_s != 2.0 else of_workers((0, first)))
-        assert latencies.percentiles(TTFT, (1.0,)) == [pytest.approx(0.1)]
+        assert latencies.recent(TTFT).percentile(1.0) == pytest.approx(0.1)
     assert latencies.recent(TTFT).counts[0.1] == 6
 
 
@@ -164,7 +164,7 @@ def test_a_worker_that_restarts_begins_anew_and_others_go_on() -> None:
     assert latencies.recent(TTFT).counts == {0.1: 0, 0.2: 1, 0.4: 1, math.inf: 1}
     for at_s in (50.0, 70.0):
         latencies.update(at_s, of_workers((1, RouterMetrics())))
-    assert latencies.percentiles(TTFT, (0.5,)) == [None], "the first worker has been silent for a minute"
+    assert latencies.recent(TTFT).percentile(0.5) is None, "the first worker has been silent for a minute"
 
 
 @asynccontextmanager

@@ -246,8 +246,3 @@ async def test_progress_counts_every_request() -> None:
         on_progress=lambda now: seen.append((now.in_flight, now.done, now.failed)),
     )
     assert seen == [(1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 2, 1), (1, 2, 1), (0, 3, 1)]
-
-
-async def test_a_limit_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        await run_load(LocalEndpoint(quick), requests(0), max_concurrency=0)
