@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,13 +23,13 @@ from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.models.elementwise import to_float32
 from engine.models.panel_linear_kernels import PANEL, runs_of
-from engine.models.quantized_kernels import multiply_address
+from engine.models.quantized_kernels import CONVERTED_ROWS, multiply_address
 
 INT4_GROUP = 32
 """Inputs that share a scale."""
 BITS = {"none": 4, "int8": 8, "int4": 4}
 """Of a code of a checkpoint, at most, so that it is kept."""
-_Arguments = ctypes.c_int64 * 14
+_Arguments = ctypes.c_int64 * 17
 
 
 @functools.cache
@@ -148,12 +149,16 @@ class QuantizedLinear:
         if bias is None:
             bias = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
         self._bias = torch.nn.functional.pad(bias.float(), (0, missing))
+        self._threads_begun = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         numbers = x.contiguous() if self._in_pairs else to_float32(x)
         output = torch.empty((x.shape[0], self._outputs), dtype=self._stored_dtype, device="cpu")
         num_threads = torch.get_num_threads()
+        converted = None
+        if x.shape[0] >= CONVERTED_ROWS:
+            converted = _scratch_of(num_threads * self._num_numbers * PANEL)
         arguments = _Arguments(
             0,
             x.shape[0],
@@ -168,9 +173,29 @@ class QuantizedLinear:
             self._bias.data_ptr(),
             output.data_ptr(),
             *runs_of(len(self._scales), num_threads, x.shape[0]),
+            0 if converted is None else converted.data_ptr(),
+            self._threads_begun.data_ptr(),
+            num_threads,
         )
         self._launch(num_threads, arguments)
         return output[:, : self.out_features].to(self._dtype).contiguous()
+
+
+class _Scratch(threading.local):
+    """Memory of the thread that calls, which layers of one size share. Recorded launches point to it."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[int, torch.Tensor] = {}
+
+
+_scratch = _Scratch()
+
+
+def _scratch_of(size: int) -> torch.Tensor:
+    """float32 [size]; anything."""
+    if (memory := _scratch.by_size.get(size)) is None:
+        memory = _scratch.by_size[size] = torch.empty(size, dtype=torch.float32, device="cpu")
+    return memory
 
 
 def _packed(numbers: torch.Tensor, missing: int, inputs_per_number: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ any, become numbers in registers: float32, or pairs of bfloat16 on processors th
 row's sum takes the numbers of its input in order, group by group: the sum of a group, times the group's scale, is added
 to the total. However many rows are multiplied at once, they add in the same order, and each product is rounded together
 with its addition, so that the bits of a row do not depend on the rows beside it. Twelve rows at once, of half of the
-panel, share what a code costs to become a number.
+panel, share what a code costs to become a number; where there are more, the panel's numbers are made once, in memory of
+the thread's own.
 
 Codes of a panel, input after input: those of the 64 outputs; where pairs are multiplied, two inputs of each output.
 In this order as bytes; of 4 bits, sixteen bytes hold 32 codes, the first sixteen in the lower halves. Zero points of a
@@ -28,12 +29,14 @@ from engine.attention.compilation import kernel, kernel_part
 from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop
 from engine.attention.simd import (
     FLOAT32,
+    INT64,
     KINDS,
     PAIRS,
     WIDTH,
     as_floats,
     as_pairs,
     fused_product,
+    next_task,
     pointer,
     prefetched,
     put_floats,
@@ -54,11 +57,16 @@ _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
 _INTEGERS = ir.VectorType(_I32, WIDTH)
 
 
+CONVERTED_ROWS = 64
+"""From here on a panel's numbers are made once for all rows: with fewer it saves less than it costs (measured)."""
+
+
 def multiply_address(dtype: str, bits: int, scales: str, *, in_pairs: bool, has_zeros: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of an input row, numbers of a group, input (rows
     of float32, or of pairs), codes, their bytes for one number of a panel, scales [panels, groups, 64], zero points,
-    bias (float32 [panels, 64]), output; of `runs_of`: panels of a run, runs. `dtype`: of the output; `scales`: theirs.
-    """
+    bias (float32 [panels, 64]), output; of `runs_of`: panels of a run, runs; with CONVERTED_ROWS or more memory for the
+    numbers of a panel of each thread, a counter of threads and how many they are. `dtype`: of the output; `scales`:
+    theirs."""
     kinds = CODES[bits], KINDS[scales], CODES[8] if has_zeros else NO_ZEROS
     kind, numbers = KINDS[dtype], PAIRS if in_pairs else FLOAT32
 
@@ -75,6 +83,11 @@ def _multiply(a, kind, kinds, numbers_kind):
     numbers, bias, output = pointer(a[5], numbers_kind), pointer(a[10], FLOAT32), pointer(a[11], kind)
     weights = pointer(a[6], kinds[0]), pointer(a[8], kinds[1]), pointer(a[9], kinds[2])
     num_groups = (num_numbers + group - 1) // group
+    is_converted = rows >= CONVERTED_ROWS
+    place = a[14]
+    if is_converted:
+        place += next_task(pointer(a[15], INT64)) % a[16] * num_numbers * PANEL * 4
+    converted = pointer(place, FLOAT32), weights[1], pointer(a[9], NO_ZEROS)
     run, num_runs = a[12], a[13]
     panel, left = task_after(a, 0, 0, run, num_runs)
     while True:
@@ -83,6 +96,11 @@ def _multiply(a, kind, kinds, numbers_kind):
             break
         matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
         row = 0
+        if is_converted:
+            _convert(numbers, (num_numbers, group), weights, matrix, converted[0])
+            while row + MANY_ROWS <= rows:
+                _multiply_many(numbers, (row, num_numbers, group), converted, matrix, bias, output, (outputs, column))
+                row += MANY_ROWS
         while row + MANY_ROWS <= rows:
             _multiply_many(numbers, (row, num_numbers, group), weights, matrix, bias, output, (outputs, column))
             row += MANY_ROWS
@@ -122,6 +140,70 @@ def _numbers(builder, codes, at, vectors, bits, zeros, in_pairs):
     return [as_pairs(builder, *halves) for halves in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
+class _Weights:
+    """One part of a panel, so many vectors, in codes or already as numbers."""
+
+    def __init__(self, builder, types_of_weights, weights, places, part, num_vectors, *, in_pairs):
+        """`places`: numbers of an input row, numbers of a group; first byte of the panel, bytes of a number, first
+        scale."""
+        self._builder = builder
+        self._codes, self._scales, self._zeros = cgutils.unpack_tuple(builder, weights)
+        code_kind, self._scale_kind, zero_kind = (kind.dtype for kind in types_of_weights)
+        self._is_converted, self._has_zeros = code_kind == types.float32, zero_kind == types.int8
+        self._bits = 4 if code_kind == types.uint8 else 8
+        self._in_pairs, self._per_number = in_pairs, 2 if in_pairs else 1
+        self.num_numbers, self._group, self._first_byte, self._number_bytes, self._first_scale = places
+        self.num_groups = builder.sdiv(builder.sub(builder.add(self.num_numbers, self._group), I64(1)), self._group)
+        self._part, self._num_vectors = part, num_vectors
+        vectors = [builder.add(builder.mul(part, I64(num_vectors)), I64(index)) for index in range(num_vectors)]
+        self.offsets = [builder.mul(vector, I64(WIDTH)) for vector in vectors]
+        self._of_codes = [
+            builder.add(builder.mul(vector, I64(self._per_number)), I64(half))
+            for vector in vectors
+            for half in range(self._per_number)
+        ]
+
+    def numbers_of(self, group):
+        """First and last number."""
+        builder = self._builder
+        first = builder.mul(group, self._group)
+        last = builder.add(first, self._group)
+        return first, builder.select(builder.icmp_signed("<", last, self.num_numbers), last, self.num_numbers)
+
+    def floats_at(self, base, at, kind):
+        return [as_floats(self._builder, base, self._builder.add(at, offset), kind) for offset in self.offsets]
+
+    def scales(self, group):
+        return self.floats_at(self._scales, self._scales_at(group), self._scale_kind)
+
+    def zeros(self, group):
+        """Zero points of a group; [] if there are none."""
+        if not self._has_zeros:
+            return []
+        at = self._builder.mul(self._scales_at(group), I64(self._per_number))
+        return [_coded(self._builder, self._zeros, at, vector, 8) for vector in self._of_codes]
+
+    def _scales_at(self, group):
+        return self._builder.add(self._first_scale, self._builder.mul(group, I64(PANEL)))
+
+    def vectors(self, number, zeros):
+        """For one number of the input."""
+        builder = self._builder
+        if self._is_converted:
+            return [as_floats(builder, self._codes, at, types.float32) for at in self.converted_at(number)]
+        at = builder.add(self._first_byte, builder.mul(number, self._number_bytes))
+        for line in range(0, PANEL * self._bits // 8 * self._per_number, 64):
+            prefetched(builder, self._codes, builder.add(at, I64(_AHEAD + line)))
+        return _numbers(builder, self._codes, at, self._of_codes, self._bits, zeros, self._in_pairs)
+
+    def converted_at(self, number):
+        """Where `vectors` are in a converted panel: part by part, of each all numbers."""
+        builder = self._builder
+        place = builder.add(builder.mul(self._part, self.num_numbers), number)
+        first = builder.mul(place, I64(self._num_vectors * WIDTH))
+        return [builder.add(first, I64(WIDTH * index)) for index in range(self._num_vectors)]
+
+
 def _multiply_rows(num_rows):
     """`num_rows` rows times one panel. Places: row, numbers of an input row, numbers of a group; first byte of the
     panel, bytes of a number, first scale; outputs of a row, first output of the panel."""
@@ -130,53 +212,34 @@ def _multiply_rows(num_rows):
     def codegen(context, builder, sig, args):
         numbers, row_places, weights, matrix_places, bias, output, output_places = args
         arithmetic, element = Arithmetic(sig.args[0].dtype), sig.args[5].dtype
-        codes, scales, zeros = cgutils.unpack_tuple(builder, weights)
-        code_kind, scale_kind, zero_kind = (kind.dtype for kind in sig.args[2])
-        bits = 8 if code_kind == types.int8 else 4
-        halves = range(arithmetic.per_number)
-        row, num_numbers, group = cgutils.unpack_tuple(builder, row_places)
-        first_byte, number_bytes, first_scale = cgutils.unpack_tuple(builder, matrix_places)
+        row, *sizes = cgutils.unpack_tuple(builder, row_places)
+        places = [*sizes, *cgutils.unpack_tuple(builder, matrix_places)]
         outputs, column = cgutils.unpack_tuple(builder, output_places)
         numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
         rows = [builder.add(row, I64(index)) for index in range(num_rows)]
-        starts = [builder.mul(one, num_numbers) for one in rows]
-        num_groups = builder.sdiv(builder.sub(builder.add(num_numbers, group), I64(1)), group)
+        starts = [builder.mul(one, sizes[0]) for one in rows]
 
         def multiply_part(part):
-            vectors = [builder.add(builder.mul(part, I64(num_vectors)), I64(index)) for index in range(num_vectors)]
-            offsets = [builder.mul(vector, I64(WIDTH)) for vector in vectors]
-            of_codes = [
-                builder.add(builder.mul(one, I64(len(halves))), I64(half)) for one in vectors for half in halves
-            ]
+            matrix = _Weights(builder, sig.args[2], weights, places, part, num_vectors, in_pairs=arithmetic.in_pairs)
 
-            def add_products(zero_points, number, sums):
-                at = builder.add(first_byte, builder.mul(number, number_bytes))
-                for line in range(0, PANEL * bits // 8 * len(halves), 64):
-                    prefetched(builder, codes, builder.add(at, I64(_AHEAD + line)))
-                weights = _numbers(builder, codes, at, of_codes, bits, zero_points, arithmetic.in_pairs)
+            def add_products(zeros, number, sums):
+                vectors = matrix.vectors(number, zeros)
                 inputs = [builder.load(builder.gep(numbers, [builder.add(start, number)])) for start in starts]
-                return arithmetic.outer_product(builder, inputs, weights, sums)
+                return arithmetic.outer_product(builder, inputs, vectors, sums)
 
-            def add_group(index, totals):
-                first = builder.mul(index, group)
-                last = builder.add(first, group)
-                last = builder.select(builder.icmp_signed("<", last, num_numbers), last, num_numbers)
-                scales_at = builder.add(first_scale, builder.mul(index, I64(PANEL)))
-                zeros_at = builder.mul(scales_at, I64(len(halves)))
-                has_zeros = zero_kind == types.int8
-                zero_points = [_coded(builder, zeros, zeros_at, vector, 8) for vector in of_codes if has_zeros]
-                sums = loop(builder, first, last, [ZERO] * len(totals), partial(add_products, zero_points))
-                scale = floats_at(scales, scales_at, scale_kind)
+            def add_group(group, totals):
+                body = partial(add_products, matrix.zeros(group))
+                first, last = matrix.numbers_of(group)
+                sums = loop(builder, first, last, [ZERO] * len(totals), body)
+                scale = matrix.scales(group)
                 return [
                     fused_product(builder, one, scale[place % num_vectors], total)
                     for place, (one, total) in enumerate(zip(sums, totals, strict=True))
                 ]
 
-            def floats_at(base, at, kind):
-                return [as_floats(builder, base, builder.add(at, offset), kind) for offset in offsets]
-
-            totals = loop(builder, I64(0), num_groups, floats_at(bias, column, types.float32) * num_rows, add_group)
-            for index, offset in enumerate(offsets):
+            biases = matrix.floats_at(bias, column, types.float32) * num_rows
+            totals = loop(builder, I64(0), matrix.num_groups, biases, add_group)
+            for index, offset in enumerate(matrix.offsets):
                 at = builder.add(column, offset)
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
                     for one, total in zip(rows, totals[index::num_vectors], strict=True):
@@ -190,6 +253,39 @@ def _multiply_rows(num_rows):
         return types.void(numbers, three, weights, three, bias, output, two), codegen
 
     return intrinsic(typing)
+
+
+@intrinsic
+def _convert(typingctx, numbers, sizes, weights, matrix_places, converted):
+    """Writes a panel as numbers of the input's kind, for MANY_ROWS at once. Sizes: numbers of an input row, numbers of
+    a group; places as in `_multiply_rows`."""
+    num_vectors = vectors_at_once(MANY_ROWS)
+
+    def codegen(context, builder, sig, args):
+        _, sizes, weights, matrix_places, converted = args
+        in_pairs = Arithmetic(sig.args[0].dtype).in_pairs
+        places = [*cgutils.unpack_tuple(builder, sizes), *cgutils.unpack_tuple(builder, matrix_places)]
+
+        def convert_part(part):
+            matrix = _Weights(builder, sig.args[2], weights, places, part, num_vectors, in_pairs=in_pairs)
+
+            def convert_number(zeros, number, _):
+                for at, vector in zip(matrix.converted_at(number), matrix.vectors(number, zeros), strict=True):
+                    put_floats(builder, converted, at, vector, types.float32)
+                return []
+
+            def convert_group(group, _):
+                first, last = matrix.numbers_of(group)
+                loop(builder, first, last, [], partial(convert_number, matrix.zeros(group)))
+                return []
+
+            loop(builder, I64(0), matrix.num_groups, [], convert_group)
+
+        for_each(builder, _VECTORS // num_vectors, convert_part)
+        return context.get_dummy_value()
+
+    three, two = types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 2)
+    return types.void(numbers, two, weights, three, converted), codegen
 
 
 _multiply_many = _multiply_rows(MANY_ROWS)
