@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from router.api.live.state import stages_of
 from router.app import RouterApp
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Reason
-from router.request.request_log import NO_GAPS, RequestLog, TokenGaps
+from router.request.request_log import RequestLog, RequestSummary, TokenGaps
 from router.request.validation import ServedModel
 from serving.logging import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
@@ -455,9 +456,10 @@ def test_one_token_has_no_gap() -> None:
     metrics, timeline = RouterMetrics(), Timeline()
     for at_s, event in enumerate((RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN, RequestEvent.FINISHED)):
         timeline.mark(event, float(at_s))
-    metrics.request_ended("finished", timeline, "local", gaps=NO_GAPS, num_prompt=5, num_output=1)
+    one = RequestSummary(1, "label", tuple(timeline.marks), num_tokens=1, outcome="finished")
+    metrics.request_ended(one, timeline, "local")
     assert metrics.output_token["local"].count == 0
-    metrics.request_ended("finished", timeline, "local", gaps=TokenGaps(2.0, 20), num_prompt=5, num_output=22)
+    metrics.request_ended(replace(one, num_tokens=22, gaps=TokenGaps(2.0, 20)), timeline, "local")
     assert metrics.output_token["local"].sum == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
 
 

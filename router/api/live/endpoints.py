@@ -275,7 +275,7 @@ async def router_reading(
             for role, pool in by_role.items()
             for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
         ],
-        running=[trace.summary() for trace in log.running.values()],
+        running=[summary() for summary in log.running.values()],
         ended=log.ended,
         changes=tuple(resizer.recent) if resizer is not None else (),
     )

@@ -40,7 +40,7 @@ from router.pools.instance_info import InstanceView, Role
 from router.pools.throughput import Work
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from router.request.request_log import TokenGaps
+from router.request.request_log import RequestSummary, TokenGaps
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from serving.logging import RequestEvent
@@ -340,10 +340,11 @@ def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
     choice = Choice(request, 0)
     trace.picked(plan(decode_up_s, prefill_up_s))
     trace.first_token()
-    trace.validated(request, [choice])
+    trace.request = request
+    trace.validated([choice])
     for index in range(11):
         choice.accept(common_pb2.TokenChunk(token_index=index, token_ids=[7]))
-    trace.ended(RequestEvent.FINISHED, request, 11)
+    trace.ended(RequestEvent.FINISHED)
     assert (metrics.recent.of("prefill") is not None) == counts
     assert (metrics.recent.of("decode") is not None) == counts
     assert metrics.ended["finished"] == 1
@@ -356,7 +357,9 @@ def test_itl_is_the_gap_after_the_first_token() -> None:
     start_s = trace.timeline.marks[0][1]
     trace.timeline.mark(RequestEvent.FIRST_TOKEN, start_s + 5.0)
     trace.timeline.mark(RequestEvent.FINISHED, start_s + 6.0)
-    metrics.request_ended("finished", trace.timeline, "local", gaps=TokenGaps(1.0, 10), num_prompt=5, num_output=11)
+    gaps = TokenGaps(1.0, 10)
+    summary = RequestSummary(1, "label", tuple(trace.timeline.marks), num_tokens=11, gaps=gaps, outcome="finished")
+    metrics.request_ended(summary, trace.timeline, "local")
     assert recent.of("decode") == pytest.approx(0.1)
 
 
@@ -376,7 +379,8 @@ def test_the_start_of_a_later_choice_is_no_gap() -> None:
     choices = [Choice(request, index) for index in range(4)]
     metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
     trace = RequestTrace(metrics)
-    trace.validated(request, choices)
+    trace.request = request
+    trace.validated(choices)
     trace.picked(plan(100.0, None))
     trace.first_token()
     for choice, start_s, num_tokens in zip(choices, (0.0, 0.5, 0.5, 0.5), (11, 6, 3, 1), strict=True):
@@ -384,7 +388,7 @@ def test_the_start_of_a_later_choice_is_no_gap() -> None:
         choice.now = iter([start_s + index * 0.1 for index in range(num_tokens)]).__next__
         for index in range(num_tokens):
             choice.accept(common_pb2.TokenChunk(stream_epoch=1, choice=choice.index, token_index=index, token_ids=[7]))
-    trace.ended(RequestEvent.FINISHED, request, 21)
+    trace.ended(RequestEvent.FINISHED)
     assert metrics.output_token["local"].count == 1
     assert metrics.output_token["local"].sum == pytest.approx(0.1)
     [sample] = metrics.recent.samples("decode")

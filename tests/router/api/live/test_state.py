@@ -142,7 +142,7 @@ async def test_a_request_that_one_instance_computes_is_prefilled_and_decoded_the
         permits = rig.decode[0].behaviour.permits = asyncio.Semaphore(0)
 
         def stages() -> list[str]:
-            state = LiveState().next(reading(200.0, running=[one.summary() for one in log.running.values()]))
+            state = LiveState().next(reading(200.0, running=[summary() for summary in log.running.values()]))
             return [one["stage"] for one in state["requests"].values()]
 
         call = asyncio.create_task(rig.generate(prompt=SHORT))
