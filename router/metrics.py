@@ -151,11 +151,10 @@ class RouterCollector(Collector):
 
     def _samples(self, role: Role) -> Iterator[InstanceSample]:
         """Each under a name of its own: those that share one under their addresses."""
-        pool, _ = self.safeguards.of_role(role)
         samples = [*samples_of(role, self.safeguards)]
         numbers = Counter(one.name for one in samples)
-        for instance, one in zip(pool.processes, samples, strict=True):
-            yield one if numbers[one.name] == 1 else one._replace(name=instance.address)
+        for one in samples:
+            yield one if numbers[one.name] == 1 else one._replace(name=one.address)
 
 
 def _requests(metrics: RouterMetrics) -> Iterator[Metric]:

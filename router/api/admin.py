@@ -15,6 +15,7 @@ import grpc.aio
 from engine.errors import suggestion
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
 from router.autoscaler.loop import Autoscaler
+from router.autoscaler.observation import samples_of
 from router.autoscaler.resizer import ActuatorError, Change, Resizer, SizeRefused
 from router.picking.affinity import Affinity
 from router.picking.placement import AimSource
@@ -171,8 +172,11 @@ class PoolsService:
 
     async def _listed(self) -> pools_pb2.ListPoolsResponse:
         sizes = await self.sizes()  # first: everything after it is one snapshot
-        processes = [(role, one) for role, pool in self._pools.by_role.items() for one in pool.processes]
-        instances = [instance_of(role, one, self.out(role, one)) for role, one in processes]
+        instances = [
+            instance_of(role, instance, sample.out)
+            for role, pool in self._pools.by_role.items()
+            for instance, sample in zip(pool.processes, samples_of(role, self.safeguards), strict=True)
+        ]
         instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
         pools = [self._status(role, sizes.get(role)) for role in WIRE_ROLES]
         return pools_pb2.ListPoolsResponse(instances=instances, pools=pools)
@@ -196,14 +200,6 @@ class PoolsService:
             autoscaler=self.autoscaler.to_wire(role) if self.autoscaler is not None else None,
             last_change=change_of(change) if change is not None else None,
         )
-
-    def out(self, role: Role, instance: UpstreamInstance) -> str | None:
-        """Why it is not picked: by its load reports, or as an outlier."""
-        view = instance.view()
-        if view is None:
-            return instance.out
-        _, outliers = self.safeguards.of_role(role)
-        return outliers.marked((view,))[0].out
 
     def _instance(self, name: str) -> UpstreamInstance:
         """The instance with that name or address. Raises InvalidArgument, NotFound or FailedPrecondition."""

@@ -44,6 +44,9 @@ class InstanceSample(NamedTuple):
     report_age_s: float
     view: InstanceView | None
     """With an ejected instance marked as out."""
+    address: str = ""
+    out: str | None = None
+    """Why it is not picked: by its load reports, or as an outlier."""
 
     @property
     def is_ejected(self) -> bool:
@@ -346,4 +349,5 @@ def samples_of(role: Role, safeguards: Safeguards) -> Iterator[InstanceSample]:
     marked = {view.key: view for view in outliers.marked(pool.views())}
     for instance in pool.processes:
         view = marked.get(instance.key) if instance.key is not None else None
-        yield InstanceSample(instance.name, instance.state, instance.report_age_s, view)
+        out = instance.out if view is None else view.out
+        yield InstanceSample(instance.name, instance.state, instance.report_age_s, view, instance.address, out)

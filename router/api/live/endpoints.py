@@ -270,11 +270,7 @@ async def router_reading(
         pools={
             role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role)) for role, pool in by_role.items()
         },
-        instances=[
-            (role, instance.address, sample, operations.out(role, instance) or "")
-            for role, pool in by_role.items()
-            for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
-        ],
+        instances=[(role, sample) for role in by_role for sample in samples_of(role, safeguards)],
         running=[summary() for summary in log.running.values()],
         ended=log.ended,
         changes=tuple(resizer.recent) if resizer is not None else (),
