@@ -61,8 +61,6 @@ class ProcessCounts(NamedTuple):
 
     num_ready: int
     """Ready for some time: not one that a rollout has just added."""
-    num_present: int
-    """Those that neither drain nor leave: they start, are ready, or are silent."""
     num_ending: int
     """Those that drain or leave."""
 
@@ -103,7 +101,7 @@ class PoolObservation:
     num_silent_routers: int = 0
     """Other routers whose queue and latencies are unknown."""
     num_present: int = 0
-    """Processes that neither drain nor leave."""
+    """Processes that neither drain nor leave: they start, are ready, or are silent."""
     num_ending: int = 0
     """Processes that drain or leave, and ready ones beyond a known `size`."""
     queue: QueueSample = EMPTY_QUEUE
@@ -209,7 +207,7 @@ def counts_of(samples: Sequence[InstanceSample], policy: PoolPolicy) -> ProcessC
     ready = [one.view for one in samples if one.state == "ready" and one.view is not None]
     num_ending = sum(sample.state in ENDING for sample in samples)
     num_ready = sum(view.up_s >= counted_s for view in ready)
-    return ProcessCounts(num_ready, len(samples) - num_ending, num_ending)
+    return ProcessCounts(num_ready, num_ending)
 
 
 def _is_blocked(view: InstanceView) -> bool:
@@ -296,8 +294,8 @@ class Observer:
 
     def _observe(self, role: Role, size: int | None, queue: QueueSample) -> PoolObservation:
         samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role, self._others)
-        policy = self.settings.prefill if role == "prefill" else self.settings.decode
-        observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, self.settings.stale_s)
+        policy, stale_s = self.settings.policies[role], self.settings.stale_s
+        observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, stale_s)
         return replace(observation, num_silent_routers=self.peers.num_silent if self.peers is not None else 0)
 
     def idle_s(self) -> float:

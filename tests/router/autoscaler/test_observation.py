@@ -124,7 +124,8 @@ def test_instances_that_end_count_whatever_the_others_report() -> None:
 def test_processes_that_end_are_neither_ready_nor_present() -> None:
     ending = [instance("d", state="draining"), instance("e", state="leaving")]
     samples = [instance("a"), instance("b", up_s=1.0), starting("c"), *ending]
-    assert counts_of(samples, policy_of()) == ProcessCounts(num_ready=1, num_present=3, num_ending=2)
+    assert counts_of(samples, policy_of()) == ProcessCounts(num_ready=1, num_ending=2)
+    assert pool(*samples).num_present == 3
 
 
 @pytest.mark.parametrize("num_waiting", [0, -3], ids=["valid", "nonsense"])

@@ -19,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.app import RouterApp
+from router.autoscaler.observation import counts_of, samples_of
+from router.autoscaler.settings import DecodePolicy
 from router.pools.instance import UpstreamInstance
 from router.pools.settings import PoolSettings
 from serving.settings import parse_address
@@ -271,9 +273,9 @@ async def test_an_instance_at_two_addresses_counts_once_to_its_end(run: Run) -> 
             def counts() -> tuple[int, int]:
                 """Instances that end, and those that stay."""
                 observed = second.app._observer.observe({"prefill": 0, "decode": 1})["decode"]
-                counted = second.app._scaler._counts("decode")
+                counted = counts_of([*samples_of("decode", second.app.safeguards)], DecodePolicy())
                 assert counted.num_ending == observed.num_ending
-                return counted.num_ending, counted.num_present
+                return counted.num_ending, observed.num_present
 
             await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
             assert (counts(), pool.is_complete()) == ((0, 1), True)
