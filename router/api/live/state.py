@@ -391,7 +391,7 @@ def _pool(pool: PoolReading) -> Json:
             shown |= {"desired": status.decision.desired, "hold": status.decision.hold or ""}
         if status.failure is not None:
             shown["hold"] = "no_answer"
-        shown["reason"] = status.failure or (status.decision.reason if status.decision else "no observation yet")
+        shown["reason"] = status.reason
     return shown
 
 
