@@ -152,7 +152,10 @@ class RouterApp:
             self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self._observer = Observer(self.safeguards, self.admission, metrics.recent, settings.autoscaler, self.peers)
         self._scaler = ExternalScaler(self._observer, settings.signals.active_s)
-        self.autoscaler = self._new_autoscaler()
+        self.autoscaler: Autoscaler | None = None
+        if settings.autoscaler.enabled and self.resizer is not None:
+            observe, holder = self._observer.observe, self._router_id
+            self.autoscaler = Autoscaler(self.resizer, observe, settings.autoscaler, holder=holder)
         self._pools_service = PoolsService(
             model, self.safeguards, self.affinity, settings.disaggregation, aims, self.resizer, self.autoscaler
         )
@@ -164,7 +167,7 @@ class RouterApp:
         self._http = self._http_server(security)
         self._vllm_engine: VllmEngineService | None = None
         if settings.router.vllm_engine:
-            self._vllm_engine = VllmEngineService(self.service, lambda: self._is_serving)
+            self._vllm_engine = VllmEngineService(self.service, self.is_serving)
         self._settled = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -211,14 +214,13 @@ class RouterApp:
             settings.http.max_body_bytes,
             settings.http.read_timeout_s,
             settings.server.max_deadline_s,
-            lambda: self._is_serving,
+            self.is_serving,
             self._server.large,
         )
         api = OpenAIApi(
             self.service,
             limits,
             self._metrics_server.registry,
-            lambda: self._is_serving,
             security.http_authorizer(settings.http.listen),
             settings.http.allowed_origins,
         )
@@ -248,7 +250,7 @@ class RouterApp:
 
         self.service.metrics.log = RequestLog()
         operations = self._pools_service
-        feed = LiveFeed(partial(router_reading, operations, self.service, lambda: self._is_serving))
+        feed = LiveFeed(partial(router_reading, operations, self.service, self.is_serving))
         self._page = LivePage(feed, operations, limits, authorizer)
         api.page = self._page.index
         app = api.app()
@@ -275,8 +277,7 @@ class RouterApp:
             ) from error
         return KubernetesLink(self._settings.kubernetes)
 
-    @property
-    def _is_serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the health service reports SERVING: ready, and not draining."""
         return self._server.health.is_serving(_SERVICE.full_name)
 
@@ -305,13 +306,15 @@ class RouterApp:
             self._start_task("autoscaler", self.autoscaler.run())
         if self._settings.router.workers > 1:
             longest_s = self._settings.pools.beat_timeout_s + self._settings.pools.settle_s
-            await self._wait_settled(min(longest_s, _MAX_SETTLE_S))
+            with suppress(TimeoutError):  # without an instance, the worker that gets a request rejects it
+                async with asyncio.timeout(min(longest_s, _MAX_SETTLE_S)):
+                    await self._settled.wait()
         await self._server.start()
         if self._http is not None:
             await self._http.start()
 
     async def _serve_signals(self, server: Server) -> None:
-        signals = SignalsService(self._router_id, self._observer, lambda: self._is_serving)
+        signals = SignalsService(self._router_id, self._observer, self.is_serving)
         await server.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
         names = ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
         await server.register(_KEDA_SERVICE, self._scaler, dict.fromkeys(names, CONTROL))
@@ -372,7 +375,7 @@ class RouterApp:
         return [
             RouterEndpoint(format_address(host, port), own if signals is None else signals.queue.num_queued)
             for host, signals in hosts
-            if (self._is_serving if signals is None else signals.is_serving)
+            if (self.is_serving() if signals is None else signals.is_serving)
         ]
 
     def _own_host(self) -> str | None:
@@ -387,12 +390,6 @@ class RouterApp:
         return Peers(
             self._router_id, discovery, lambda one: security.dial_router(one, settings.channel, name), settings.signals
         )
-
-    def _new_autoscaler(self) -> Autoscaler | None:
-        settings = self._settings.autoscaler
-        if not settings.enabled or self.resizer is None:
-            return None
-        return Autoscaler(self.resizer, self._observer.observe, settings, holder=self._router_id)
 
     def _discovery(self, role: Role, listed: str) -> ServiceDiscovery:
         if self._stack is not None:
@@ -422,12 +419,6 @@ class RouterApp:
                     return
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
-    async def _wait_settled(self, timeout_s: float) -> None:
-        """Without any instance after `timeout_s`, requests are rejected by whichever worker gets them."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
-
     async def _follow_readiness(self) -> None:
         await self._settle()
         while True:
@@ -435,7 +426,7 @@ class RouterApp:
             instances = [instance for pool in self.pools.by_role.values() for instance in pool.instances]
             self.affinity.index.retain([instance.key for instance in instances if instance.key is not None])
             ready = self.is_ready()
-            if ready != self._is_serving:
+            if ready != self.is_serving():
                 for service in (_SERVICE, *([_VLLM_SERVICE] if self._vllm_engine is not None else [])):
                     self._server.health.set_serving(service.full_name, ready)
             self._settled.set()

@@ -204,7 +204,7 @@ async def test_a_router_that_its_discovery_does_not_have_yet_is_picked_where_its
     own["endpoint_picker"]["listen"] = f"{listen}:{picker}"
     own["server"] = {"drain_accept_s": 0.0, "drain_grace_s": 2.0, "allow_plaintext": True}
     async with running(model, model_folder, prefill=0, decode=1, **own) as rig:
-        await until(lambda: rig.app._is_serving)
+        await until(rig.app.is_serving)
         assert [one.address for one in rig.app._endpoints()] == [str(rig.app.http_address)] * is_known
         [answer] = await answers(rig.app, [headers(end=True)])
         assert answer.HasField("immediate_response") is not is_known
