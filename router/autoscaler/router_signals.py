@@ -166,14 +166,14 @@ class RouterSignals:
     is_serving: bool = True
 
     def to_wire(self, router_id: str) -> signals_pb2.GetSignalsResponse:
-        ttft, itl = (map(_sample_to_wire, summarised(self.latencies.get(role, ()))) for role in WIRE_ROLES)
+        ttft, itl = (summarised(self.latencies.get(role, ())) for role in WIRE_ROLES)
         return signals_pb2.GetSignalsResponse(
             router_id=router_id,
             num_queued=self.queue.num_queued,
             queue_delay_s=self.queue.delay_s,
             lacking=WIRE_ROLES[self.lacking] if self.lacking is not None else instance_pb2.ROLE_UNSPECIFIED,
-            ttft=ttft,
-            itl=itl,
+            ttft=[signals_pb2.LatencySample(**sample._asdict()) for sample in ttft],
+            itl=[signals_pb2.LatencySample(**sample._asdict()) for sample in itl],
             idle_s=self.idle_s if self.idle_s < math.inf else None,
             not_serving=not self.is_serving,
         )
@@ -188,10 +188,6 @@ class RouterSignals:
         }
         queue, lacking = QueueSample(message.num_queued, delay_s), ROLES.get(message.lacking)
         return cls(queue, lacking, latencies, idle_s, is_serving=not message.not_serving)
-
-
-def _sample_to_wire(sample: LatencySample) -> signals_pb2.LatencySample:
-    return signals_pb2.LatencySample(seconds=sample.seconds, weight=sample.weight, num_requests=sample.num_requests)
 
 
 @dataclass(slots=True, eq=False)
