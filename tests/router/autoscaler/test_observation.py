@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.capacity import Charge, ExternalLoad, Limits, limits_of
+from router.admission.capacity import Charge, Limits, Usage, limits_of
 from router.admission.controller import AdmissionController
 from router.admission.fair_queue import Entry, ServiceRate
 from router.admission.settings import AdmissionSettings, TenantSettings
@@ -402,7 +402,7 @@ async def test_queued_prompts_wait_for_the_pool_that_computes_them(
     run: Run, num_prefill: int, mode: str, role: str
 ) -> None:
     async with run(prefill=num_prefill, disaggregation={"mode": mode}) as rig:
-        limits = limits_of(rig.app.admission.capacity(), ExternalLoad(), AdmissionSettings())
+        limits = limits_of(rig.app.admission.capacity(), Usage(), AdmissionSettings())
         admission = admission_of(Charge(1, 150, 10, 100), replace(limits, num_prefill_tokens=100))
         assert lacking_pool(admission) == role
 
