@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from protos.tandem.v1 import generation_pb2
 from router.admission.controller import AdmissionController
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.handler import AbortRegistry, RequestHandler, Siblings
+from router.dispatch.handler import AbortRegistry, RequestHandler, Siblings, Sink
 from router.metrics import RouterMetrics
 from router.pools.pool import Pools
 from router.request.caller import Callers
@@ -17,6 +17,16 @@ from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context, StreamWriter, remaining_s
 
 _MAX_ABORTS = 1024
+
+
+async def answer_call(
+    handler: RequestHandler, request: generation_pb2.GenerateRequest, sink: Sink, context: Context
+) -> None:
+    """Handles a call of gRPC, whose trailers say where it ran."""
+    try:
+        await handler.handle(request, sink, metadata=context.invocation_metadata(), remaining_s=remaining_s())
+    finally:
+        context.set_trailing_metadata(handler.trace.trailers())
 
 
 @dataclass(eq=False)
@@ -37,13 +47,7 @@ class GenerationService:
         context: Context,
         writer: StreamWriter[generation_pb2.GenerateResponse],
     ) -> None:
-        handler = self.handler()
-        try:
-            await handler.handle(
-                request, writer.write, metadata=context.invocation_metadata(), remaining_s=remaining_s()
-            )
-        finally:
-            context.set_trailing_metadata(handler.trace.trailers())
+        await answer_call(self.handler(), request, writer.write, context)
 
     def handler(self, siblings: Siblings | None = None) -> RequestHandler:
         """For a request that has just been received, in any protocol; `siblings`: others of the same response."""
