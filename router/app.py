@@ -57,12 +57,9 @@ from serving.server import Server
 from serving.settings import SettingsError, format_address, parse_address
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from router.api.live.endpoints import LivePage
-    from router.api.openai.api import OpenAIApi
-    from router.api.openai.exchange import Authorizer, HttpLimits
-    from router.api.openai.server import HttpServer
+    from router.api.openai.exchange import HttpLimits
+    from router.api.openai.server import HttpServer, HttpSettings
     from router.kubernetes.actuator import KubernetesLink
 
 _log = logging.getLogger(__name__)
@@ -217,45 +214,39 @@ class RouterApp:
             self.is_serving,
             self._server.large,
         )
+        authorizer = security.http_authorizer(settings.http.listen)
+        self._page = self._live_page(settings.http, limits, security)
         api = OpenAIApi(
             self.service,
             limits,
             self._metrics_server.registry,
-            security.http_authorizer(settings.http.listen),
+            authorizer,
             settings.http.allowed_origins,
+            None if self._page is None else self._page.index,
         )
-        authorizer = self._page_authorizer(security)
-        app = api.app() if authorizer is None else self._page_app(api, limits, authorizer)
+        app = api.app()
+        if self._page is not None:
+            self._page.add_to(app)
         required, names = settings.tls.require_client_cert, settings.tls.client_names
         tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None
         reuse_port, timeout_s = settings.router.workers > 1, settings.server.write_timeout_s
         return HttpServer(app, settings.http, write_timeout_s=timeout_s, tls=tls, reuse_port=reuse_port)
 
-    def _page_authorizer(self, security: Security) -> Authorizer | None:
-        """Checks the calls of the live page; None: there is no page."""
-        settings = self._settings.http
+    def _live_page(self, settings: HttpSettings, limits: HttpLimits, security: Security) -> LivePage | None:
         if not settings.page or settings.listen is None:
             return None
         try:
-            return security.page_authorizer(settings.listen)
+            authorizer = security.page_authorizer(settings.listen)
         except SettingsError as error:
             if settings.page != "auto":
                 raise
             _log.info("no live page: %s", error)
             return None
-
-    def _page_app(self, api: OpenAIApi, limits: HttpLimits, authorizer: Authorizer) -> FastAPI:
-        """The application of the HTTP port with the live page."""
         from router.api.live.endpoints import LiveFeed, LivePage, router_reading
 
         self.service.metrics.log = RequestLog()
-        operations = self._pools_service
-        feed = LiveFeed(partial(router_reading, operations, self.service, self.is_serving))
-        self._page = LivePage(feed, operations, limits, authorizer)
-        api.page = self._page.index
-        app = api.app()
-        self._page.add_to(app)
-        return app
+        feed = LiveFeed(partial(router_reading, self._pools_service, self.service, self.is_serving))
+        return LivePage(feed, self._pools_service, limits, authorizer)
 
     def _end_watches(self) -> None:
         self._pools_service.end_watches()
