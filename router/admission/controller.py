@@ -287,19 +287,13 @@ class AdmissionController:
         it whether its slot is free, and no stream pauses for it."""
         if (head := self.queue.head()) is None:
             return None
-        fits, claim = self._fits(head), head
+        limits, claim = self._slots if head.has_run else self.limits, head
+        fits = self.in_use.exceeded_limit(head.item.charge, limits) is None
         if not fits:
             claim = min(self.queue.heads(), key=lambda entry: self._shares.part(entry.flow, self.limits))
-        if yielding := self._yielding_to(claim):
+        if yielding := self._shares.yielding_to(claim.flow, claim.item.charge, self.in_use, self._slots, self.clock()):
             return (claim, False) if self._pause(yielding, claim) else None
         return (claim, True) if fits else None
-
-    def _fits(self, entry: Entry[Ticket]) -> bool:
-        limits = self._slots if entry.has_run else self.limits
-        return self.in_use.exceeded_limit(entry.item.charge, limits) is None
-
-    def _yielding_to(self, claim: Entry[Ticket]) -> list[Entry[Ticket]]:
-        return self._shares.yielding_to(claim.flow, claim.item.charge, self.in_use, self._slots, self.clock())
 
     def _pause(self, yielding: list[Entry[Ticket]], claim: Entry[Ticket]) -> bool:
         """Pauses streams if `claim` has waited for so long that no slot seems to become free by itself."""
