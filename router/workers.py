@@ -219,17 +219,13 @@ class Workers(Collector):
     async def start(self) -> None:
         """Returns when all workers listen. Raises WorkersFailed."""
         self._running = asyncio.gather(*(worker.run() for worker in self._workers))
-        ready = asyncio.ensure_future(self._all_ready())
+        ready = asyncio.gather(*(worker.ready.wait() for worker in self._workers))
         both: list[asyncio.Future[Any]] = [self._running, ready]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             ready.cancel()
             self._running.result()
         self._metrics.start()
-
-    async def _all_ready(self) -> None:
-        for worker in self._workers:
-            await worker.ready.wait()
 
     async def drain(self) -> bool:
         """Drains all workers; False if one cut a request off."""
