@@ -51,8 +51,6 @@ class PrefixIndex:
 
         `known` are the first ones, which are not computed again.
         """
-        if block_size < 1:
-            return ()
         chain = list(known)
         extend_block_hashes(chain, root_hash("", cache_salt=salt), array("q", token_ids), block_size)
         return tuple(chain)
