@@ -203,26 +203,20 @@ class _Peer:
     answered_s: float = -math.inf
 
 
+@dataclass(slots=True, eq=False)
 class Peers:
     """One per router, on its event loop."""
 
-    def __init__(
-        self,
-        router_id: str,
-        discovery: ServiceDiscovery,
-        dial: Callable[[str], grpc.aio.Channel],
-        settings: SignalSettings,
-    ) -> None:
-        self._router_id = router_id
-        self._discovery = discovery
-        self._dial = dial
-        self._settings = settings
-        self._peers: dict[str, tuple[_Peer, asyncio.Task[None]]] = {}
+    router_id: str
+    discovery: ServiceDiscovery
+    dial: Callable[[str], grpc.aio.Channel]
+    settings: SignalSettings
+    _peers: dict[str, tuple[_Peer, asyncio.Task[None]]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Follows and asks the other routers until it is cancelled."""
         try:
-            await follow(self._discovery, self._reconcile, "the addresses of the other routers")
+            await follow(self.discovery, self._reconcile, "the addresses of the other routers")
             await asyncio.Event().wait()
         finally:
             asking = [task for _, task in self._peers.values()]
@@ -254,7 +248,7 @@ class Peers:
         ]
 
     def _is_silent(self, peer: _Peer) -> bool:
-        return time.monotonic() - peer.answered_s > _SILENT_INTERVALS * self._settings.interval_s
+        return time.monotonic() - peer.answered_s > _SILENT_INTERVALS * self.settings.interval_s
 
     @property
     def _known(self) -> Sequence[_Peer]:
@@ -271,7 +265,7 @@ class Peers:
 
     def _reconcile(self, addresses: frozenset[str]) -> None:
         for address in addresses - self._peers.keys():
-            peer = _Peer(address, self._dial(address))
+            peer = _Peer(address, self.dial(address))
             self._peers[address] = (peer, asyncio.create_task(self._ask(peer), name=f"signals of {address}"))
         for address in self._peers.keys() - addresses:
             _, asking = self._peers.pop(address)
@@ -281,7 +275,7 @@ class Peers:
         """Asks one router, until it turns out to be this one; then closes its channel."""
         async with peer.channel:
             stub = signals_pb2_grpc.SignalsServiceStub(peer.channel)
-            interval_s, problem = self._settings.interval_s, ""
+            interval_s, problem = self.settings.interval_s, ""
             while not peer.is_self:
                 try:
                     answer = await stub.GetSignals(signals_pb2.GetSignalsRequest(), timeout=interval_s)
@@ -290,6 +284,6 @@ class Peers:
                         _log.warning("the router at %s does not answer: %s", peer.address, error.details())
                     problem = error.code().name
                 else:
-                    peer.router_id, peer.is_self = answer.router_id, answer.router_id == self._router_id
+                    peer.router_id, peer.is_self = answer.router_id, answer.router_id == self.router_id
                     peer.signals, peer.answered_s, problem = RouterSignals.from_wire(answer), time.monotonic(), ""
                 await asyncio.sleep(interval_s)
