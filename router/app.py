@@ -142,7 +142,7 @@ class RouterApp:
         callers = Callers(security.tokens, settings.admission.tenant_key)
         self._server.large.tenant_of = lambda metadata: callers.of(metadata).tenant
         metrics = RouterMetrics(recent=RecentLatencies(settings.autoscaler))
-        self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers, metrics=metrics)
+        self.service = GenerationService(model, self.admission, dispatcher, callers, metrics=metrics)
         needs_prefill = settings.disaggregation.mode == "always"
         self.resizer: Resizer | None = None
         if self._actuator is not None:
@@ -153,9 +153,7 @@ class RouterApp:
         if settings.autoscaler.enabled and self.resizer is not None:
             observe, holder = self._observer.observe, self._router_id
             self.autoscaler = Autoscaler(self.resizer, observe, settings.autoscaler, holder=holder)
-        self._pools_service = PoolsService(
-            model, self.safeguards, self.affinity, settings.disaggregation, aims, self.resizer, self.autoscaler
-        )
+        self._pools_service = PoolsService(model, dispatcher, self.resizer, self.autoscaler)
         collector = RouterCollector(
             metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )

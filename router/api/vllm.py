@@ -104,7 +104,7 @@ class VllmEngineService:
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         if request.HasField("dp_rank") and request.dp_rank != 0:
             raise NotFound(f"dp_rank: {request.dp_rank} does not exist; allowed: 0")
-        pools, admission = self.service.pools, self.service.admission
+        pools, admission = self.service.dispatcher.pools, self.service.admission
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             version=version("tandem-llm"),

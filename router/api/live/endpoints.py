@@ -259,7 +259,7 @@ async def router_reading(
 ) -> Reading:
     """The router's state for the live page, on its event loop: the one place that reads it."""
     sizes = await operations.sizes()  # first: everything after it is one snapshot
-    safeguards, autoscaler, resizer = operations.safeguards, operations.autoscaler, operations.resizer
+    safeguards, autoscaler, resizer = service.dispatcher.safeguards, operations.autoscaler, operations.resizer
     by_role, log = safeguards.pools.by_role, service.metrics.log
     statuses = autoscaler.statuses if autoscaler is not None else {}
     assert log is not None, "requests are kept where there is a page"
