@@ -10,7 +10,7 @@ since, as if each had emitted its tokens evenly; later ones from what the runnin
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -216,7 +216,8 @@ class LiveState:
             "reason": request.reason,
         }
         if not request.outcome:
-            return {**shown, "stage": _stage(request)}
+            *_, (stage, _) = _begun_stages(request)
+            return {**shown, "stage": stage}
         stages = [[name, _ms(seconds)] for name, seconds in stages_of(request)]
         shown |= {"outcome": request.outcome, "error": request.error, "stages": stages}
         shown["total_ms"] = _ms(request.last_s - request.received_s)
@@ -288,10 +289,6 @@ def _begun_stages(request: RequestSummary) -> Iterator[tuple[str, float]]:
         if event is RequestEvent.PICKED and following_event is not RequestEvent.KV_RESERVED:
             name = "prefill"
         yield name, at_s
-
-
-def _stage(request: RequestSummary) -> str:
-    return deque((name for name, _ in _begun_stages(request)), maxlen=1).pop()
 
 
 def _since(ended: Sequence[RequestSummary], since_s: float) -> list[RequestSummary]:
