@@ -279,11 +279,10 @@ class RequestHandler:
         """Raises Unavailable for a resumed one that has not finished and whose identity no instance has."""
         choice = Choice(request, index)
         if choice.token_ids and not choice.finished and (fingerprint := request.resumed[index].fingerprint):
-            identity = self.dispatcher.pools.identity(fingerprint)
-            if identity is None:
+            choice.identity = self.dispatcher.pools.identity(fingerprint)
+            if choice.identity is None:
                 known = "no instance computes what the answer began with: its fingerprint is"
                 raise Unavailable(f"{known} {shown(fingerprint)}")
-            choice.computed_by(identity)
         return choice
 
     async def _answer(self, request: GenerationRequest, choices: list[Choice], sink: Sink) -> None:
