@@ -26,8 +26,8 @@ from serving.channel import open_channel
 from serving.limits import LARGE_BYTES
 from tandem.local_stack.topology import free_ports
 from tests.channels import PATIENT
-from tests.router.autoscaler.test_router_signals import until
 from tests.router.rig import SHORT, TIMEOUT_S, running, settings_of
+from tests.waiting import until
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 JSON = {"content-type": "application/json"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.router.autoscaler.test_router_signals import second_router
 from tests.router.conftest import Run
 from tests.router.rig import TIMEOUT_S, Rig, request_of, slow
 from tests.router.rig import settings_of as router_settings
+from tests.waiting import until
 
 ACTIVE_S = 0.3
 SIGNALS = {"listen": "127.0.0.1:0", "interval_s": 0.05, "active_s": ACTIVE_S}
@@ -81,12 +82,6 @@ class Keda:
 async def scaler_of(app: Any) -> AsyncIterator[Keda]:
     async with open_channel(app.signals_address, PATIENT) as channel:
         yield Keda(channel)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ from tests.router.autoscaler.builders import instance, policy_of, settings_of
 from tests.router.conftest import Run
 from tests.router.rig import Rig, slow
 from tests.router.rig import settings_of as router_settings
+from tests.waiting import until
 
 LISTENING: dict[str, Any] = {"listen": "127.0.0.1:0", "interval_s": 0.05}
 SIZES: dict[Role, int] = {"prefill": 1, "decode": 1}
@@ -78,12 +79,6 @@ async def peers_of(own_id: str, discovery: ServiceDiscovery) -> AsyncIterator[Pe
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def observer_of(app: RouterApp) -> Observer:
