@@ -73,9 +73,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 async def until_ended(rig: Rig, num_requests: int) -> None:
     """A client sees the end of its call before it is counted."""
-    async with asyncio.timeout(20):
-        while sum(rig.app.service.metrics.ended.values()) < num_requests:
-            await asyncio.sleep(0.005)
+    await until(lambda: sum(rig.app.service.metrics.ended.values()) >= num_requests)
 
 
 async def test_requests_are_counted_by_how_they_ended(run: Run) -> None:

@@ -90,9 +90,7 @@ async def test_prompts_past_their_ttft_keep_no_other_from_being_admitted() -> No
     await asyncio.sleep(0.4)
     assert rig.inside == ["a"]
     rig.capacity = replace(capacity, puts_late_last=True)
-    async with asyncio.timeout(GUARD_S):
-        while rig.inside != ["a", "b"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.inside == ["a", "b"])
     await rig.finish("a")
     await rig.close()
 
@@ -103,9 +101,7 @@ async def test_room_that_an_instance_brings_is_used() -> None:
         await rig.arrive(name)
     assert rig.inside == ["a"]
     rig.capacity = Capacity(num_instances=2, num_sequences=2)
-    async with asyncio.timeout(GUARD_S):
-        while rig.inside != ["a", "b"]:
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.inside == ["a", "b"])
     await rig.close()
 
 
