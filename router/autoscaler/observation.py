@@ -343,8 +343,8 @@ def is_for_decode(lacking: Role | None, prefill: PoolObservation) -> bool:
 
 def samples_of(role: Role, safeguards: Safeguards) -> Iterator[InstanceSample]:
     """Of `processes` of a pool, in their order."""
-    pool, outliers = safeguards.of_role(role)
-    marked = {view.key: view for view in outliers.marked(pool.views())}
+    pool = safeguards.pools.by_role[role]
+    marked = {view.key: view for view in safeguards.outliers[role].marked(pool.views())}
     for instance in pool.processes:
         view = marked.get(instance.key) if instance.key is not None else None
         out = instance.out if view is None else view.out

@@ -370,7 +370,7 @@ async def test_what_was_ejected_paused_rejected_and_resumed_is_reported(run: Run
     async with run(metrics=METRICS, prefill=0, decode=2) as rig:
         key = rig.app.pools.decode.instances[0].key
         assert key is not None
-        rig.app.safeguards.decode.crashed(key, rig.app.pools.decode.views())
+        rig.app.safeguards.outliers["decode"].crashed(key, rig.app.pools.decode.views())
         rig.app.admission.num_paused = 3
         rig.app.safeguards.poison._rejected_until_s[b"digest"] = math.inf
         permits = [rig.app.safeguards.budget.resume() for _ in range(2)]

@@ -330,7 +330,7 @@ async def test_a_pause_counts_against_no_instance_and_is_no_resumption_that_is_l
         ]
         assert rig.app.admission.num_paused >= 2
         key = rig.app.pools.decode.views()[0].key
-        assert rig.app.safeguards.decode.ejected_s(key) is None
+        assert rig.app.safeguards.outliers["decode"].ejected_s(key) is None
 
 
 async def test_a_paused_stream_goes_on_where_a_slot_is_free(run: Run) -> None:
