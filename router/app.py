@@ -111,11 +111,11 @@ class RouterApp:
                 settings.disaggregation.speed_smoothing, settings.disaggregation.min_tokens
             ),
         )
-        self.peers = peers = self._peers(security) if settings.signals.routers else None
+        self.peers = peers = self._peers(security)
         self.admission = AdmissionController(
             settings.admission,
             self._capacity,
-            (lambda: peers.num_routers) if peers is not None else None,
+            (lambda: peers.num_routers) if settings.signals.routers else None,
             ttft_s=settings.slo.ttft_s,
         )
         self.affinity = Affinity(settings.picking)
@@ -288,8 +288,7 @@ class RouterApp:
             await self._picker.start()
         self._metrics_server.start()
         await self.pools.start()
-        if self.peers is not None:
-            self._start_task("peers", self.peers.run())
+        self._start_task("peers", self.peers.run())
         self._start_task("readiness", self._follow_readiness())
         if self.autoscaler is not None:
             self._start_task("autoscaler", self.autoscaler.run())
@@ -358,7 +357,7 @@ class RouterApp:
         """Of the routers that answer and serve; all of them serve HTTP on one port."""
         _, port = parse_address(self._settings.http.listen or "")
         own = self.admission.num_queued
-        hosts = [*self.peers.hosts] if self.peers is not None else []
+        hosts = [*self.peers.hosts]
         if all(signals is not None for _, signals in hosts) and (host := self._own_host()):
             hosts.append((host, None))
         return [

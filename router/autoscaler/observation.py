@@ -280,33 +280,27 @@ class Observer:
     admission: AdmissionController
     latencies: RecentLatencies
     settings: AutoscalerSettings
-
-    peers: Peers | None = None
-    """The other routers; None: there are none."""
+    peers: Peers
 
     def observe(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
         """Both pools now; `sizes` are the desired ones."""
-        routers = [router_signals_of(self.admission), *self._others]
+        routers = [router_signals_of(self.admission), *self.peers.signals()]
         for_prefill = combined(one.queue for one in routers if one.lacking == "prefill")
         prefill = self._observe("prefill", sizes.get("prefill"), for_prefill)
         for_decode = combined(one.queue for one in routers if is_for_decode(one.lacking, prefill))
         return {"prefill": prefill, "decode": self._observe("decode", sizes.get("decode"), for_decode)}
 
     def _observe(self, role: Role, size: int | None, queue: QueueSample) -> PoolObservation:
-        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role, self._others)
+        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role, self.peers.signals())
         policy, stale_s = self.settings.policies[role], self.settings.stale_s
         observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, stale_s)
-        return replace(observation, num_silent_routers=self.peers.num_silent if self.peers is not None else 0)
+        return replace(observation, num_silent_routers=self.peers.num_silent)
 
     def idle_s(self) -> float:
         """Since the last request of any router ended; 0 while there is one, or a router does not answer."""
-        if self.peers is not None and self.peers.num_silent:
+        if self.peers.num_silent:
             return 0.0
-        return min(signals.idle_s for signals in (router_signals_of(self.admission), *self._others))
-
-    @property
-    def _others(self) -> Sequence[RouterSignals]:
-        return self.peers.signals() if self.peers is not None else ()
+        return min(signals.idle_s for signals in (router_signals_of(self.admission), *self.peers.signals()))
 
 
 def router_signals_of(admission: AdmissionController, latencies: RecentLatencies | None = None) -> RouterSignals:

@@ -65,7 +65,7 @@ async def two_routers(
             if both_serve:
                 await until(lambda: all(len(app._endpoints()) == len(HOSTS) for app in apps))
             else:
-                await until(lambda: all(app.peers and len(app.peers.hosts) == len(HOSTS) for app in apps))
+                await until(lambda: all(len(app.peers.hosts) == len(HOSTS) for app in apps))
             yield {str(app.http_address): app for app in apps}
         finally:
             await second.stop()

@@ -190,10 +190,10 @@ async def test_while_a_router_is_silent_the_size_stays_unless_growth_is_demanded
         run(decode=busy, signals=SIGNALS) as rig,
         with_a_starting_pod(rig, model, model_folder, routers=rig.app.signals_address) as (app, scaler),
     ):
-        await until(lambda: app.peers and app.peers.signals())
+        await until(app.peers.signals)
         await scaler.until_wanted(1)
         await rig.app.stop()
-        await until(lambda: app.peers and app.peers.num_silent)
+        await until(lambda: app.peers.num_silent)
         refused = await scaler.refusal("decode", "tandem-decode-instances")
         assert refused.code() == grpc.StatusCode.UNAVAILABLE
         assert "the size of the decode pool should stay: 1 routers do not answer" in str(refused.details())
@@ -252,8 +252,7 @@ async def test_another_routers_requests_count_and_a_silent_router_may_have_some(
 ) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05))
     async with run(decode=[decode], signals=SIGNALS) as rig, second_router(rig, model, model_folder) as second:
-        assert second.peers is not None
-        await until(lambda: second.peers and second.peers.signals())
+        await until(second.peers.signals)
         async with scaler_of(second) as scaler:
             assert not await scaler.is_active()
             asking = asyncio.create_task(rig.generate(max_tokens=20))
@@ -263,7 +262,7 @@ async def test_another_routers_requests_count_and_a_silent_router_may_have_some(
                         break
             await asking
             await rig.app.stop()
-            await until(lambda: second.peers and second.peers.num_silent)
+            await until(lambda: second.peers.num_silent)
             assert await scaler.is_active()
 
 

@@ -262,7 +262,7 @@ def test_whatever_an_instance_tells_a_look_is_sane_or_says_what_is_wrong(
 def observer_of(rig: Rig, **fields: Any) -> Observer:
     settings = settings_of(min_samples=1, **fields)
     rig.app.service.metrics.recent = RecentLatencies(settings)
-    return Observer(rig.app.safeguards, rig.app.admission, rig.app.service.metrics.recent, settings)
+    return Observer(rig.app.safeguards, rig.app.admission, rig.app.service.metrics.recent, settings, rig.app.peers)
 
 
 def idle(name: str) -> FakeInstance:

@@ -123,12 +123,11 @@ async def test_while_a_router_is_silent_nothing_shrinks_and_others_still_grow(
         run(decode=[decode], signals=LISTENING) as rig,
         second_router(rig, model, model_folder) as second,
     ):
-        assert second.peers is not None
         observer = observer_of(second)
         await until(second.pools.decode.num_ready)
         await until(lambda: demand_of(observer.observe(SIZES)["decode"], policy_of()).num_enough == 0)
         await rig.app.stop()
-        await until(lambda: second.peers and second.peers.num_silent == 1)
+        await until(lambda: second.peers.num_silent == 1)
         demand = demand_of(observer.observe(SIZES)["decode"], policy_of())
         assert demand.num_enough is None
         assert "1 routers do not answer" in demand.enough_for
@@ -150,16 +149,14 @@ async def test_the_queue_and_the_latencies_of_a_silent_router_count_no_more(
         await until(lambda: observer.observe(SIZES)["decode"].queue.num_queued == 2)
         await rig.app.stop()
         await asyncio.gather(*running, return_exceptions=True)
-        await until(lambda: second.peers and second.peers.num_silent == 1)
-        assert second.peers is not None
+        await until(lambda: second.peers.num_silent == 1)
         assert second.peers.signals() == []
         assert observer.observe(SIZES)["decode"].queue == EMPTY_QUEUE
 
 
 async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel, model_folder: Path) -> None:
     async with run(signals=LISTENING) as rig, second_router(rig, model, model_folder) as second:
-        assert second.peers is not None
-        await until(lambda: second.peers and second.peers.num_routers == 2)  # it is not in its own list
+        await until(lambda: second.peers.num_routers == 2)  # it is not in its own list
         first, other = rig.app.signals_address, second.signals_address
         assert first is not None
         assert other is not None
