@@ -160,9 +160,6 @@ class RouterApp:
         self._metrics_server = MetricsServer(settings.metrics, collector, security.files)
         self._page: LivePage | None = None
         self._http = self._http_server(security)
-        self._vllm_engine: VllmEngineService | None = None
-        if settings.router.vllm_engine:
-            self._vllm_engine = VllmEngineService(self.service, self.is_serving)
         self._settled = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -274,9 +271,10 @@ class RouterApp:
         """Watches the instances and listens. NOT_SERVING until the pools are ready; a worker waits for them first."""
         policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
         await self._server.register(_SERVICE, self.service, policies, ready=False)
-        if self._vllm_engine is not None:
+        if self._settings.router.vllm_engine:
             policies |= dict.fromkeys(("GetServerInfo", "GetLoads", "HealthCheck"), CONTROL)
-            await self._server.register(_VLLM_SERVICE, self._vllm_engine, policies, ready=False)
+            engine = VllmEngineService(self.service, self.is_serving)
+            await self._server.register(_VLLM_SERVICE, engine, policies, ready=False)
         if self._admin is not None:
             await self._admin.register(_ADMIN_SERVICE, self._pools_service, {"WatchPools": CONTROL})
             await self._admin.start()
@@ -415,7 +413,7 @@ class RouterApp:
             self.affinity.index.retain([instance.key for instance in instances if instance.key is not None])
             ready = self.is_ready()
             if ready != self.is_serving():
-                for service in (_SERVICE, *([_VLLM_SERVICE] if self._vllm_engine is not None else [])):
+                for service in (_SERVICE, *([_VLLM_SERVICE] if self._settings.router.vllm_engine else [])):
                     self._server.health.set_serving(service.full_name, ready)
             self._settled.set()
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
