@@ -57,12 +57,9 @@ from serving.server import Server
 from serving.settings import SettingsError, format_address, parse_address
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from router.api.live.endpoints import LivePage
-    from router.api.openai.api import OpenAIApi
-    from router.api.openai.exchange import Authorizer, HttpLimits
-    from router.api.openai.server import HttpServer
+    from router.api.openai.exchange import HttpLimits
+    from router.api.openai.server import HttpServer, HttpSettings
     from router.kubernetes.actuator import KubernetesLink
 
 _log = logging.getLogger(__name__)
@@ -114,11 +111,11 @@ class RouterApp:
                 settings.disaggregation.speed_smoothing, settings.disaggregation.min_tokens
             ),
         )
-        self.peers = peers = self._peers(security) if settings.signals.routers else None
+        self.peers = peers = self._peers(security)
         self.admission = AdmissionController(
             settings.admission,
             self._capacity,
-            (lambda: peers.num_routers) if peers is not None else None,
+            (lambda: peers.num_routers) if settings.signals.routers else None,
             ttft_s=settings.slo.ttft_s,
         )
         self.affinity = Affinity(settings.picking)
@@ -145,26 +142,24 @@ class RouterApp:
         callers = Callers(security.tokens, settings.admission.tenant_key)
         self._server.large.tenant_of = lambda metadata: callers.of(metadata).tenant
         metrics = RouterMetrics(recent=RecentLatencies(settings.autoscaler))
-        self.service = GenerationService(model, self.pools, self.admission, dispatcher, callers, metrics=metrics)
+        self.service = GenerationService(model, self.admission, dispatcher, callers, metrics=metrics)
         needs_prefill = settings.disaggregation.mode == "always"
         self.resizer: Resizer | None = None
         if self._actuator is not None:
             self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self._observer = Observer(self.safeguards, self.admission, metrics.recent, settings.autoscaler, self.peers)
         self._scaler = ExternalScaler(self._observer, settings.signals.active_s)
-        self.autoscaler = self._new_autoscaler()
-        self._pools_service = PoolsService(
-            model, self.safeguards, self.affinity, settings.disaggregation, aims, self.resizer, self.autoscaler
-        )
+        self.autoscaler: Autoscaler | None = None
+        if settings.autoscaler.enabled and self.resizer is not None:
+            observe, holder = self._observer.observe, self._router_id
+            self.autoscaler = Autoscaler(self.resizer, observe, settings.autoscaler, holder=holder)
+        self._pools_service = PoolsService(model, dispatcher, self.resizer, self.autoscaler)
         collector = RouterCollector(
             metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )
         self._metrics_server = MetricsServer(settings.metrics, collector, security.files)
         self._page: LivePage | None = None
         self._http = self._http_server(security)
-        self._vllm_engine: VllmEngineService | None = None
-        if settings.router.vllm_engine:
-            self._vllm_engine = VllmEngineService(self.service, lambda: self._is_serving)
         self._settled = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -211,49 +206,42 @@ class RouterApp:
             settings.http.max_body_bytes,
             settings.http.read_timeout_s,
             settings.server.max_deadline_s,
-            lambda: self._is_serving,
+            self.is_serving,
             self._server.large,
         )
+        authorizer = security.http_authorizer(settings.http.listen)
+        self._page = self._live_page(settings.http, limits, security)
         api = OpenAIApi(
             self.service,
             limits,
             self._metrics_server.registry,
-            lambda: self._is_serving,
-            security.http_authorizer(settings.http.listen),
+            authorizer,
             settings.http.allowed_origins,
+            None if self._page is None else self._page.index,
         )
-        authorizer = self._page_authorizer(security)
-        app = api.app() if authorizer is None else self._page_app(api, limits, authorizer)
+        app = api.app()
+        if self._page is not None:
+            self._page.add_to(app)
         required, names = settings.tls.require_client_cert, settings.tls.client_names
         tls = HttpTls(security.files, require_client_cert=required, client_names=names) if security.files else None
         reuse_port, timeout_s = settings.router.workers > 1, settings.server.write_timeout_s
         return HttpServer(app, settings.http, write_timeout_s=timeout_s, tls=tls, reuse_port=reuse_port)
 
-    def _page_authorizer(self, security: Security) -> Authorizer | None:
-        """Checks the calls of the live page; None: there is no page."""
-        settings = self._settings.http
+    def _live_page(self, settings: HttpSettings, limits: HttpLimits, security: Security) -> LivePage | None:
         if not settings.page or settings.listen is None:
             return None
         try:
-            return security.page_authorizer(settings.listen)
+            authorizer = security.page_authorizer(settings.listen)
         except SettingsError as error:
             if settings.page != "auto":
                 raise
             _log.info("no live page: %s", error)
             return None
-
-    def _page_app(self, api: OpenAIApi, limits: HttpLimits, authorizer: Authorizer) -> FastAPI:
-        """The application of the HTTP port with the live page."""
         from router.api.live.endpoints import LiveFeed, LivePage, router_reading
 
         self.service.metrics.log = RequestLog()
-        operations = self._pools_service
-        feed = LiveFeed(partial(router_reading, operations, self.service, lambda: self._is_serving))
-        self._page = LivePage(feed, operations, limits, authorizer)
-        api.page = self._page.index
-        app = api.app()
-        self._page.add_to(app)
-        return app
+        feed = LiveFeed(partial(router_reading, self._pools_service, self.service, self.is_serving))
+        return LivePage(feed, self._pools_service, limits, authorizer)
 
     def _end_watches(self) -> None:
         self._pools_service.end_watches()
@@ -275,8 +263,7 @@ class RouterApp:
             ) from error
         return KubernetesLink(self._settings.kubernetes)
 
-    @property
-    def _is_serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the health service reports SERVING: ready, and not draining."""
         return self._server.health.is_serving(_SERVICE.full_name)
 
@@ -284,9 +271,10 @@ class RouterApp:
         """Watches the instances and listens. NOT_SERVING until the pools are ready; a worker waits for them first."""
         policies = {"Abort": CONTROL, "GetModelInfo": CONTROL}
         await self._server.register(_SERVICE, self.service, policies, ready=False)
-        if self._vllm_engine is not None:
+        if self._settings.router.vllm_engine:
             policies |= dict.fromkeys(("GetServerInfo", "GetLoads", "HealthCheck"), CONTROL)
-            await self._server.register(_VLLM_SERVICE, self._vllm_engine, policies, ready=False)
+            engine = VllmEngineService(self.service, self.is_serving)
+            await self._server.register(_VLLM_SERVICE, engine, policies, ready=False)
         if self._admin is not None:
             await self._admin.register(_ADMIN_SERVICE, self._pools_service, {"WatchPools": CONTROL})
             await self._admin.start()
@@ -298,20 +286,21 @@ class RouterApp:
             await self._picker.start()
         self._metrics_server.start()
         await self.pools.start()
-        if self.peers is not None:
-            self._start_task("peers", self.peers.run())
+        self._start_task("peers", self.peers.run())
         self._start_task("readiness", self._follow_readiness())
         if self.autoscaler is not None:
             self._start_task("autoscaler", self.autoscaler.run())
         if self._settings.router.workers > 1:
             longest_s = self._settings.pools.beat_timeout_s + self._settings.pools.settle_s
-            await self._wait_settled(min(longest_s, _MAX_SETTLE_S))
+            with suppress(TimeoutError):  # without an instance, the worker that gets a request rejects it
+                async with asyncio.timeout(min(longest_s, _MAX_SETTLE_S)):
+                    await self._settled.wait()
         await self._server.start()
         if self._http is not None:
             await self._http.start()
 
     async def _serve_signals(self, server: Server) -> None:
-        signals = SignalsService(self._router_id, self._observer, lambda: self._is_serving)
+        signals = SignalsService(self._router_id, self._observer, self.is_serving)
         await server.register(_SIGNALS_SERVICE, signals, {"GetSignals": CONTROL})
         names = ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
         await server.register(_KEDA_SERVICE, self._scaler, dict.fromkeys(names, CONTROL))
@@ -366,13 +355,13 @@ class RouterApp:
         """Of the routers that answer and serve; all of them serve HTTP on one port."""
         _, port = parse_address(self._settings.http.listen or "")
         own = self.admission.num_queued
-        hosts = [*self.peers.hosts] if self.peers is not None else []
+        hosts = [*self.peers.hosts]
         if all(signals is not None for _, signals in hosts) and (host := self._own_host()):
             hosts.append((host, None))
         return [
             RouterEndpoint(format_address(host, port), own if signals is None else signals.queue.num_queued)
             for host, signals in hosts
-            if (self._is_serving if signals is None else signals.is_serving)
+            if (self.is_serving() if signals is None else signals.is_serving)
         ]
 
     def _own_host(self) -> str | None:
@@ -387,12 +376,6 @@ class RouterApp:
         return Peers(
             self._router_id, discovery, lambda one: security.dial_router(one, settings.channel, name), settings.signals
         )
-
-    def _new_autoscaler(self) -> Autoscaler | None:
-        settings = self._settings.autoscaler
-        if not settings.enabled or self.resizer is None:
-            return None
-        return Autoscaler(self.resizer, self._observer.observe, settings, holder=self._router_id)
 
     def _discovery(self, role: Role, listed: str) -> ServiceDiscovery:
         if self._stack is not None:
@@ -422,12 +405,6 @@ class RouterApp:
                     return
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)
 
-    async def _wait_settled(self, timeout_s: float) -> None:
-        """Without any instance after `timeout_s`, requests are rejected by whichever worker gets them."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
-
     async def _follow_readiness(self) -> None:
         await self._settle()
         while True:
@@ -435,8 +412,8 @@ class RouterApp:
             instances = [instance for pool in self.pools.by_role.values() for instance in pool.instances]
             self.affinity.index.retain([instance.key for instance in instances if instance.key is not None])
             ready = self.is_ready()
-            if ready != self._is_serving:
-                for service in (_SERVICE, *([_VLLM_SERVICE] if self._vllm_engine is not None else [])):
+            if ready != self.is_serving():
+                for service in (_SERVICE, *([_VLLM_SERVICE] if self._settings.router.vllm_engine else [])):
                     self._server.health.set_serving(service.full_name, ready)
             self._settled.set()
             await self.pools.wait_for_change(_CHECK_INTERVAL_S)

@@ -30,7 +30,7 @@ from router.picking.disaggregation import Disaggregation
 from router.picking.picker import SHOWN_DIGITS
 from router.pools.instance import State
 from router.pools.instance_info import Role
-from router.request.request_log import RequestLog, TokenGaps
+from router.request.request_log import RequestLog, RequestSummary
 from router.resilience.safeguards import Safeguards
 from serving.histogram import Histogram
 from serving.logging import RequestEvent, Timeline
@@ -92,31 +92,23 @@ class RouterMetrics:
         self.decisions[disaggregation.decision.value, disaggregation.reason.value] += 1
 
     def request_ended(
-        self,
-        outcome: str,
-        timeline: Timeline,
-        path: Path | None,
-        *,
-        gaps: TokenGaps,
-        num_prompt: int,
-        num_output: int,
-        is_warm: bool = True,
+        self, summary: RequestSummary, timeline: Timeline, path: Path | None, *, is_warm: bool = True
     ) -> None:
-        """`path`: of the first attempt. `num_prompt`, `num_output`: tokens. `is_warm`: no instance was warming up."""
-        self.ended[outcome] += 1
-        self.num_prompt_tokens += num_prompt
-        self.num_output_tokens += num_output
+        """`path`: of the first attempt. `is_warm`: no instance was warming up."""
+        self.ended[summary.outcome] += 1
+        self.num_prompt_tokens += summary.num_prompt_tokens
+        self.num_output_tokens += summary.num_tokens
         for stage, events in STAGES.items():
             if (took_s := timeline.between(*events)) is not None:
                 self.stages[stage].observe(took_s)
-        if path is None or timeline.at(RequestEvent.FIRST_TOKEN) is None:
-            if outcome != RequestEvent.FINISHED.value:
-                self.without_first_token.observe(timeline.marks[-1][1] - timeline.marks[0][1])
+        if path is None or summary.first_token_s is None:
+            if summary.outcome != RequestEvent.FINISHED.value:
+                self.without_first_token.observe(summary.last_s - summary.received_s)
             return
-        if (gap_s := gaps.mean_s) is not None:
+        if (gap_s := summary.gaps.mean_s) is not None:
             self.output_token[path].observe(gap_s)
             if is_warm:
-                self.recent.ended(gap_s, gaps.number)
+                self.recent.ended(gap_s, summary.gaps.number)
 
 
 @dataclass(eq=False)
@@ -159,11 +151,10 @@ class RouterCollector(Collector):
 
     def _samples(self, role: Role) -> Iterator[InstanceSample]:
         """Each under a name of its own: those that share one under their addresses."""
-        pool, _ = self.safeguards.of_role(role)
         samples = [*samples_of(role, self.safeguards)]
         numbers = Counter(one.name for one in samples)
-        for instance, one in zip(pool.processes, samples, strict=True):
-            yield one if numbers[one.name] == 1 else one._replace(name=instance.address)
+        for one in samples:
+            yield one if numbers[one.name] == 1 else one._replace(name=one.address)
 
 
 def _requests(metrics: RouterMetrics) -> Iterator[Metric]:

@@ -56,33 +56,26 @@ class WorkersFailed(Exception):
         self.status = status
 
 
-class Ports:
-    """Holds ports for the workers, which bind them too, as do those that replace them."""
-
-    def __init__(self) -> None:
-        self._sockets = ExitStack()
-
-    def reserve(self, address: str) -> str:
-        """`address` with its port, if that was 0. Raises OSError if another process has it."""
-        host, port = parse_address(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            with socket.socket(family) as alone:  # fails where others listen, be it with SO_REUSEPORT
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((host, port))
-            held = self._sockets.enter_context(socket.socket(family))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((host, port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from error
-        return format_address(host, held.getsockname()[1])
-
-    def close(self) -> None:
-        self._sockets.close()
+def reserve(address: str, ports: ExitStack) -> str:
+    """Binds a port until `ports` are closed, for the workers, which bind it too, as do those that replace them; returns
+    `address` with it, if it was 0. Raises OSError if another process has it."""
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as alone:  # fails where others listen, be it with SO_REUSEPORT
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, port))
+        held = ports.enter_context(socket.socket(family))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError as error:
+        raise OSError(f"cannot listen on {format_address(host, port)}: {error.strerror}") from error
+    return format_address(host, held.getsockname()[1])
 
 
-def worker_settings(settings: RouterSettings, ports: Ports) -> list[RouterSettings]:
-    """The settings of each worker. Raises SettingsError for what workers cannot do, OSError for a taken port."""
+def worker_settings(settings: RouterSettings, ports: ExitStack) -> list[RouterSettings]:
+    """The settings of each worker, for which `ports` are held. Raises SettingsError for what workers cannot do, OSError
+    for a taken port."""
     num_workers = settings.router.workers
     for name, is_set in (
         ("signals.listen and signals.routers", settings.signals.listen or settings.signals.routers),
@@ -94,12 +87,12 @@ def worker_settings(settings: RouterSettings, ports: Ports) -> list[RouterSettin
                 f"router.workers = {num_workers}: {name} is for several routers of one worker: leave one of both out"
             )
     server = settings.effective_server
-    listen = ports.reserve(format_address(server.host, server.port))
+    listen = reserve(format_address(server.host, server.port), ports)
     http, probes, admin = (
-        address and ports.reserve(address)
+        address and reserve(address, ports)
         for address in (settings.http.listen, settings.health.listen, settings.router.admin_listen)
     )
-    signals = [ports.reserve(_LOCAL) for _ in range(num_workers)]
+    signals = [reserve(_LOCAL, ports) for _ in range(num_workers)]
     shared = {
         "server": _server_part(server, num_workers),
         "http": _parts(settings.http, num_workers, "max_connections").model_copy(update={"listen": http}),
@@ -212,7 +205,7 @@ class Workers(Collector):
     """The supervisor. Made, run and ended on one event loop; metrics are read on the metrics server's threads."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self._ports = Ports()
+        self._ports = ExitStack()
         self._bond = ParentBond()
         each = worker_settings(settings, self._ports)
         self._workers = [Worker(index, one, self._bond) for index, one in enumerate(each)]
@@ -226,17 +219,13 @@ class Workers(Collector):
     async def start(self) -> None:
         """Returns when all workers listen. Raises WorkersFailed."""
         self._running = asyncio.gather(*(worker.run() for worker in self._workers))
-        ready = asyncio.ensure_future(self._all_ready())
+        ready = asyncio.gather(*(worker.ready.wait() for worker in self._workers))
         both: list[asyncio.Future[Any]] = [self._running, ready]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             ready.cancel()
             self._running.result()
         self._metrics.start()
-
-    async def _all_ready(self) -> None:
-        for worker in self._workers:
-            await worker.ready.wait()
 
     async def drain(self) -> bool:
         """Drains all workers; False if one cut a request off."""

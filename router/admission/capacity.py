@@ -51,15 +51,6 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class ExternalLoad:
-    """The load that instances report beyond what this router has sent them."""
-
-    num_sequences: int = 0
-    num_blocks: int = 0
-    num_prefill_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     """What this router may have in flight."""
 
@@ -104,8 +95,8 @@ def _num_to_prefill(view: InstanceView) -> int:
     return max(load.num_uncomputed_tokens, num_waiting)
 
 
-def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSettings, num_routers: int = 1) -> Limits:
-    """What one of `num_routers` routers may use of `capacity`.
+def limits_of(capacity: Capacity, external: Usage, settings: AdmissionSettings, num_routers: int = 1) -> Limits:
+    """What one of `num_routers` routers may use of `capacity`; `external`: what others use.
 
     Each is guaranteed its equal part of the sequences and of the prompts, and takes what the others leave. Of the
     blocks it is guaranteed half its part: use beyond what was expected may be its own.
@@ -125,30 +116,31 @@ def limits_of(capacity: Capacity, external: ExternalLoad, settings: AdmissionSet
 
 
 class ExternalLoadEstimator:
-    """The least external load of the last second, since a report is always a little old. A first sample may be this
-    router's own load; where it has had none for as long, the sample is that of the others."""
+    """The load that instances report beyond what this router has sent them: the least of the last second, since a
+    report is always a little old. A first sample may be this router's own load; where it has had none for as long, the
+    sample is that of the others."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, ExternalLoad]] = deque()
+        self._samples: deque[tuple[float, Usage]] = deque()
 
-    def observe(self, capacity: Capacity, own: Usage, now_s: float, idle_s: float = 0.0) -> ExternalLoad:
+    def observe(self, capacity: Capacity, own: Usage, now_s: float, idle_s: float = 0.0) -> Usage:
         """Compares the reported use with `own`, what this router has in flight; it has had nothing for `idle_s`."""
         while self._samples and now_s - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         is_first = not self._samples
-        sample = ExternalLoad(
-            max(capacity.used_sequences - own.num_sequences, 0),
-            max(capacity.used_blocks - own.num_blocks, 0),
-            max(capacity.used_prefill_tokens - own.num_prefill_tokens, 0),
+        sample = Usage(
+            num_sequences=max(capacity.used_sequences - own.num_sequences, 0),
+            num_blocks=max(capacity.used_blocks - own.num_blocks, 0),
+            num_prefill_tokens=max(capacity.used_prefill_tokens - own.num_prefill_tokens, 0),
         )
         self._samples.append((now_s, sample))
         if is_first:
-            return sample if idle_s > _WINDOW_S else ExternalLoad()
+            return sample if idle_s > _WINDOW_S else Usage()
         samples = [one for _, one in self._samples]
-        return ExternalLoad(
-            min(one.num_sequences for one in samples),
-            min(one.num_blocks for one in samples),
-            min(one.num_prefill_tokens for one in samples),
+        return Usage(
+            num_sequences=min(one.num_sequences for one in samples),
+            num_blocks=min(one.num_blocks for one in samples),
+            num_prefill_tokens=min(one.num_prefill_tokens for one in samples),
         )
 
 
@@ -182,7 +174,8 @@ class Charge(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """The sum of the charges in flight. Every charge that is added is removed once."""
+    """The sum of the charges in flight, or what other routers use of the pools. Every charge that is added is removed
+    once."""
 
     num_requests: int = 0
     num_sequences: int = 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,7 +27,6 @@ from dataclasses import dataclass, field, replace
 
 from router.admission.capacity import Capacity, Charge, ExternalLoadEstimator, Limits, Usage, limits_of
 from router.admission.fair_queue import Entry, Excess, FairQueue, ServiceRate
-from router.admission.running_clock import RunningClock
 from router.admission.settings import AdmissionSettings
 from router.admission.slots import TenantShares, Ticket, TooLate
 from router.request.generation_request import GenerationRequest
@@ -48,6 +48,8 @@ worst."""
 _STAY_WEIGHT = 1 / 32
 _JITTER = 0.5
 """Retry hints are increased by up to this part at random, so that rejected requests do not come back together."""
+_MOST_S = 1.0
+"""That passes between two readings of the clock: what is longer was a halt, as of a container or a paused machine."""
 REASONS = ("queue_full", "wait_too_long", "deadline", "queue_timeout", "displaced", "quota", "no_instance", "late")
 
 
@@ -57,6 +59,22 @@ class Rejected(Overloaded):
     def __init__(self, reason: str, message: str, retry_after_s: float | None) -> None:
         super().__init__(message, retry_after_s)
         self.reason = reason
+
+
+class RunningClock:
+    """Monotonic seconds without halts of this process, so that waits, stays and rates are of its own doing. To be read
+    several times a second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._read_s = clock()
+        self._running_s = 0.0
+
+    def __call__(self) -> float:
+        now_s = self._clock()
+        self._running_s += min(now_s - self._read_s, _MOST_S)
+        self._read_s = now_s
+        return self._running_s
 
 
 class OutputLengths:
@@ -269,19 +287,13 @@ class AdmissionController:
         it whether its slot is free, and no stream pauses for it."""
         if (head := self.queue.head()) is None:
             return None
-        fits, claim = self._fits(head), head
+        limits, claim = self._slots if head.has_run else self.limits, head
+        fits = self.in_use.exceeded_limit(head.item.charge, limits) is None
         if not fits:
             claim = min(self.queue.heads(), key=lambda entry: self._shares.part(entry.flow, self.limits))
-        if yielding := self._yielding_to(claim):
+        if yielding := self._shares.yielding_to(claim.flow, claim.item.charge, self.in_use, self._slots, self.clock()):
             return (claim, False) if self._pause(yielding, claim) else None
         return (claim, True) if fits else None
-
-    def _fits(self, entry: Entry[Ticket]) -> bool:
-        limits = self._slots if entry.has_run else self.limits
-        return self.in_use.exceeded_limit(entry.item.charge, limits) is None
-
-    def _yielding_to(self, claim: Entry[Ticket]) -> list[Entry[Ticket]]:
-        return self._shares.yielding_to(claim.flow, claim.item.charge, self.in_use, self._slots, self.clock())
 
     def _pause(self, yielding: list[Entry[Ticket]], claim: Entry[Ticket]) -> bool:
         """Pauses streams if `claim` has waited for so long that no slot seems to become free by itself."""

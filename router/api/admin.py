@@ -15,17 +15,15 @@ import grpc.aio
 from engine.errors import suggestion
 from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
 from router.autoscaler.loop import Autoscaler
+from router.autoscaler.observation import samples_of
 from router.autoscaler.resizer import ActuatorError, Change, Resizer, SizeRefused
-from router.picking.affinity import Affinity
-from router.picking.placement import AimSource
+from router.dispatch.dispatcher import Dispatcher
 from router.picking.plan import explain
-from router.picking.settings import DisaggregationSettings
 from router.pools.instance import STATES, UpstreamInstance
 from router.pools.instance_info import ROLES, WIRE_ROLES, Role
 from router.pools.pool import Pool
 from router.request.generation_request import GenerationRequest
-from router.request.validation import ModelLimits, ServedModel, validated
-from router.resilience.safeguards import Safeguards
+from router.request.validation import ServedModel, validated
 from serving.errors import FailedPrecondition, NotFound, Unavailable, from_rpc_error, invalid_argument
 from serving.interceptor import Context
 
@@ -78,15 +76,12 @@ class PoolsService:
     """Belongs to one event loop."""
 
     model: ServedModel
-    safeguards: Safeguards
-    affinity: Affinity
-    disaggregation: DisaggregationSettings
-    aims: AimSource
+    dispatcher: Dispatcher
     resizer: Resizer | None = None  # None if no owner of the instances is configured
     autoscaler: Autoscaler | None = None
 
     def __post_init__(self) -> None:
-        self._pools = self.safeguards.pools
+        self._pools = self.dispatcher.pools
         self._ending = asyncio.Event()
         self._resizes: set[asyncio.Task[list[Change]]] = set()
 
@@ -97,9 +92,10 @@ class PoolsService:
         self, request: pools_pb2.ExplainPickRequest, context: Context
     ) -> pools_pb2.ExplainPickResponse:
         imagined = await self._request(request)
+        dispatcher = self.dispatcher
         explanations = (
-            explain(*views, imagined, self.affinity, self.disaggregation, self.aims, random.Random())
-            for views in self.safeguards.views_to_try()
+            explain(*views, imagined, dispatcher.affinity, dispatcher.disaggregation, dispatcher.aims, random.Random())
+            for views in dispatcher.safeguards.views_to_try()
         )
         first = next(explanations)
         explanation = next((one for one in chain([first], explanations) if one.HasField("disaggregated")), first)
@@ -171,8 +167,11 @@ class PoolsService:
 
     async def _listed(self) -> pools_pb2.ListPoolsResponse:
         sizes = await self.sizes()  # first: everything after it is one snapshot
-        processes = [(role, one) for role, pool in self._pools.by_role.items() for one in pool.processes]
-        instances = [instance_of(role, one, self.out(role, one)) for role, one in processes]
+        instances = [
+            instance_of(role, instance, sample.out)
+            for role, pool in self._pools.by_role.items()
+            for instance, sample in zip(pool.processes, samples_of(role, self.dispatcher.safeguards), strict=True)
+        ]
         instances.sort(key=lambda instance: (instance.role, instance.instance_id or instance.address))
         pools = [self._status(role, sizes.get(role)) for role in WIRE_ROLES]
         return pools_pb2.ListPoolsResponse(instances=instances, pools=pools)
@@ -197,14 +196,6 @@ class PoolsService:
             last_change=change_of(change) if change is not None else None,
         )
 
-    def out(self, role: Role, instance: UpstreamInstance) -> str | None:
-        """Why it is not picked: by its load reports, or as an outlier."""
-        view = instance.view()
-        if view is None:
-            return instance.out
-        _, outliers = self.safeguards.of_role(role)
-        return outliers.marked((view,))[0].out
-
     def _instance(self, name: str) -> UpstreamInstance:
         """The instance with that name or address. Raises InvalidArgument, NotFound or FailedPrecondition."""
         if not name:
@@ -223,9 +214,7 @@ class PoolsService:
 
     async def _request(self, request: pools_pb2.ExplainPickRequest) -> GenerationRequest:
         """The prompt as a request, as Generate validates it. Raises what validation raises."""
-        is_split = self.disaggregation.mode == "always"
-        limits = ModelLimits.of(self._pools.decode_infos(), self._pools.prefill_infos() if is_split else ())
-        if limits is None:
+        if (limits := self.dispatcher.model_limits()) is None:
             raise Unavailable("no decode instance has been ready yet, so nothing can be picked")
         message = generation_pb2.GenerateRequest(
             session=request.session,

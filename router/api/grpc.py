@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from protos.tandem.v1 import generation_pb2
 from router.admission.controller import AdmissionController
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.handler import AbortRegistry, RequestHandler, Siblings
+from router.dispatch.handler import AbortRegistry, RequestHandler, Siblings, Sink
 from router.metrics import RouterMetrics
-from router.pools.pool import Pools
 from router.request.caller import Callers
 from router.request.generation_request import from_wire, to_wire
 from router.request.validation import ModelLimits, ServedModel
@@ -19,12 +18,21 @@ from serving.interceptor import Context, StreamWriter, remaining_s
 _MAX_ABORTS = 1024
 
 
+async def answer_call(
+    handler: RequestHandler, request: generation_pb2.GenerateRequest, sink: Sink, context: Context
+) -> None:
+    """Handles a call of gRPC, whose trailers say where it ran."""
+    try:
+        await handler.handle(request, sink, metadata=context.invocation_metadata(), remaining_s=remaining_s())
+    finally:
+        context.set_trailing_metadata(handler.trace.trailers())
+
+
 @dataclass(eq=False)
 class GenerationService:
     """Also makes the request handlers of the other protocols. Belongs to one event loop."""
 
     model: ServedModel
-    pools: Pools
     admission: AdmissionController
     dispatcher: Dispatcher
     callers: Callers
@@ -37,13 +45,7 @@ class GenerationService:
         context: Context,
         writer: StreamWriter[generation_pb2.GenerateResponse],
     ) -> None:
-        handler = self.handler()
-        try:
-            await handler.handle(
-                request, writer.write, metadata=context.invocation_metadata(), remaining_s=remaining_s()
-            )
-        finally:
-            context.set_trailing_metadata(handler.trace.trailers())
+        await answer_call(self.handler(), request, writer.write, context)
 
     def handler(self, siblings: Siblings | None = None) -> RequestHandler:
         """For a request that has just been received, in any protocol; `siblings`: others of the same response."""
@@ -68,23 +70,21 @@ class GenerationService:
             vocab_size=limits.vocab_size,
             eos_token_ids=self.model.defaults.eos_token_ids,
             supports_chat=self.model.tokenizer is not None and self.model.tokenizer.chat_template is not None,
-            identity=self.pools.decode_infos()[0].identity.to_wire(),
+            identity=self.dispatcher.pools.decode_infos()[0].identity.to_wire(),
             sampling_defaults=to_wire(defaults),
         )
 
     @property
     def fingerprint(self) -> str | None:
         """Identifies weights, tokenizer and KV layout of the instances; None while none is known."""
-        infos = self.pools.decode_infos()
+        infos = self.dispatcher.pools.decode_infos()
         return infos[0].identity.fingerprint if infos else None
 
     def limits(self, request: generation_pb2.GenerateRequest | None = None) -> ModelLimits:
         """What a valid request, or this one, may ask for; raises Unavailable while no decode instance is known."""
-        is_split = self.dispatcher.disaggregation.mode == "always"
-        known = (
-            [view.info for view in self.pools.decode.views()] if request is not None and request.resume.choices else []
-        )
-        limits = ModelLimits.of(self.pools.decode_infos(), self.pools.prefill_infos() if is_split else (), known)
+        is_resumed = request is not None and bool(request.resume.choices)
+        known = [view.info for view in self.dispatcher.pools.decode.views()] if is_resumed else []
+        limits = self.dispatcher.model_limits(known)
         if limits is None:
             raise Unavailable("no decode instance is available")
         return limits

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
 from router.autoscaler.decide import Hold, ScaleDecision, balance, decide_now
-from router.autoscaler.observation import Observer, ProcessCounts, counts_of, router_signals_of, samples_of
+from router.autoscaler.observation import Observer, counts_of, router_signals_of, samples_of
 from router.pools.instance_info import ROLES, Role
 from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
@@ -95,22 +95,16 @@ class ExternalScaler:
         return keda.GetMetricsResponse(metricValues=[value])
 
     def _decision(self, role: Role) -> ScaleDecision:
-        settings = self.observer.settings
-        counts = {each: self._counts(each) for each in ROLES.values()}
+        settings, safeguards = self.observer.settings, self.observer.safeguards
+        policies = settings.policies
+        # KEDA alone knows how many are ordered.
+        counts = {each: counts_of([*samples_of(each, safeguards)], policy) for each, policy in policies.items()}
         observed = self.observer.observe({each: count.num_ready for each, count in counts.items()})
-        num_present = counts["prefill"].num_present, counts["decode"].num_present
-        prefill = decide_now(observed["prefill"], settings.prefill, num_present[0])
-        decode = decide_now(observed["decode"], settings.decode, num_present[1])
+        prefill, decode = (decide_now(observed[each], policy) for each, policy in policies.items())
         num_ending = sum(count.num_ending for count in counts.values())
+        num_present = observed["prefill"].num_present, observed["decode"].num_present
         prefill, decode = balance(prefill, decode, num_ending, settings, num_present)
         return prefill if role == "prefill" else decode
-
-    def _counts(self, role: Role) -> ProcessCounts:
-        """KEDA alone knows how many are ordered."""
-        settings = self.observer.settings
-        policy = settings.prefill if role == "prefill" else settings.decode
-        samples = tuple(samples_of(role, self.observer.safeguards))
-        return counts_of(samples, policy)
 
     def _is_active(self) -> bool:
         return self.observer.idle_s() < self.active_s

@@ -25,13 +25,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from engine.generation_config import GenerationDefaults
 from protos.tandem.v1 import common_pb2, generation_pb2
 from protos.vllm.grpc.engine import vllm_engine_pb2 as vllm
-from router.api.grpc import GenerationService
+from router.api.grpc import GenerationService, answer_call
 from router.dispatch.handler import RequestHandler
 from router.pools.instance import LEFT
 from router.pools.instance_info import InstanceView
 from router.request.choice_state import finish_reason
 from serving.errors import NotFound, PermissionDenied, invalid_argument
-from serving.interceptor import Context, StreamWriter, remaining_s
+from serving.interceptor import Context, StreamWriter
 from serving.limits import start_in_thread
 
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
@@ -66,14 +66,9 @@ class VllmEngineService:
         defaults = GenerationDefaults(eos_token_ids=handler.model.defaults.eos_token_ids)
         handler.model = replace(handler.model, defaults=defaults)
         answer = _Answer(handler, request.sampling_params, writer if request.stream else None)
-        try:
-            await handler.handle(
-                message, answer.write, metadata=context.invocation_metadata(), remaining_s=remaining_s()
-            )
-            for complete in await answer.whole():
-                await writer.write(vllm.GenerateResponse(complete=complete))
-        finally:
-            context.set_trailing_metadata(handler.trace.trailers())
+        await answer_call(handler, message, answer.write, context)
+        for complete in await answer.whole():
+            await writer.write(vllm.GenerateResponse(complete=complete))
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         await self.service.Abort(generation_pb2.AbortRequest(request_ids=request.request_ids), context)
@@ -109,7 +104,7 @@ class VllmEngineService:
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         if request.HasField("dp_rank") and request.dp_rank != 0:
             raise NotFound(f"dp_rank: {request.dp_rank} does not exist; allowed: 0")
-        pools, admission = self.service.pools, self.service.admission
+        pools, admission = self.service.dispatcher.pools, self.service.admission
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             version=version("tandem-llm"),

@@ -253,16 +253,17 @@ def _cooled_down(decision: ScaleDecision, policy: PoolPolicy, history: History) 
     return decision if left_s <= 0 else decision.held("cool_down", f"the size may change again in {left_s:.0f} s")
 
 
-def decide_now(observation: PoolObservation, policy: PoolPolicy, num_present: int) -> ScaleDecision:
+def decide_now(observation: PoolObservation, policy: PoolPolicy) -> ScaleDecision:
     """The size that this observation alone demands, for an autoscaler with windows of its own, such as an HPA.
 
-    The observation's size is the number of ready instances. The `num_present` include those that start, are young or
+    The observation's size is the number of ready instances. Those that are present include what starts, is young or
     silent: a scale-up has ordered them, or a rollout has added them for a time, which are not distinguishable here. So
     what the load on the young ones demands counts only beyond all that are present, but no latency: most of its samples
     are from before there were so many. Held where the observation has a problem, and where the number that is enough is
     unknown and no growth is demanded.
     """
-    size, stays = observation.size or 0, (num_present,) * 3
+    size, num_present = observation.size or 0, observation.num_present
+    stays = (num_present,) * 3
     if (problem := observation.problem) is not None:
         return ScaleDecision(observation.role, observation.at_s, *stays, problem.kind, problem.message)
     settled = observation.of_settled

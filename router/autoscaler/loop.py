@@ -47,6 +47,7 @@ _log = logging.getLogger(__name__)
 _MAX_INTERVALS = 12
 """Between two attempts while the owner of the instances is unavailable."""
 _MAX_RECENT = 32
+_UNCHANGED = History(-math.inf)
 
 ObservePools = Callable[[Mapping[Role, int]], Mapping[Role, PoolObservation]]
 """Both pools now, given their desired sizes."""
@@ -54,7 +55,7 @@ ObservePools = Callable[[Mapping[Role, int]], Mapping[Role, PoolObservation]]
 
 @dataclass(slots=True)
 class PoolStatus:
-    """One pool's, since the start. Written by the loop alone, on the event loop."""
+    """One pool's, and what its next decision depends on. Written by the loop alone, on the event loop."""
 
     policy: PoolPolicy
     decision: ScaleDecision | None = None
@@ -69,6 +70,34 @@ class PoolStatus:
     """The last decisions that differ from the one before in their size or in what holds them."""
     changes: Counter[Direction] = field(default_factory=Counter)
     """Resizes that this autoscaler has begun."""
+    history: History = _UNCHANGED
+    observations: deque[Observed] = field(default_factory=deque)
+    """Those that may decide, the newest last."""
+    _size: int | None = None
+    _last_change: Change | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why its size is what it is."""
+        return self.failure or (self.decision.reason if self.decision is not None else "no observation yet")
+
+    def add(self, observation: PoolObservation, last_change: Change | None, keep_s: float) -> None:
+        """The newest observation, and the last resize by this router. A size that changed otherwise, by an operator or
+        another router, is a change that begins the history anew."""
+        is_new = last_change is not self._last_change
+        by_operator = is_new and last_change is not None and last_change.cause == "operator"
+        by_another_router = None not in (self._size, observation.size) and observation.size != self._size
+        if by_operator or by_another_router:
+            self.history = self.history.after_external_change(observation.at_s)
+        self._size, self._last_change = observation.size, last_change
+        self.observations.append(observed(observation, self.policy))
+        while self.observations[0].observation.at_s < observation.at_s - keep_s:
+            self.observations.popleft()
+
+    def resized(self, decision: ScaleDecision, at_s: float) -> None:
+        assert decision.direction is not None, "a decision that holds is not applied"
+        self.history = self.history.after(at_s, decision.direction)
+        self._size = decision.new_size
 
     def decided(self, decision: ScaleDecision, *, leads: bool) -> None:
         """A decision was made, and applied unless it holds."""
@@ -84,19 +113,6 @@ class PoolStatus:
         """The owner of the instances is unavailable or has refused, so that no decision was made."""
         self.failure, self.leads = why, False
         self.holds["no_answer"] += 1
-
-    def to_wire(self, now_s: float) -> pools_pb2.AutoscalerStatus:
-        """`now_s` is on the autoscaler's clock."""
-        decision = self.decision
-        reason = decision.reason if decision is not None else "no observation yet"
-        return pools_pb2.AutoscalerStatus(
-            min_size=self.policy.min_size,
-            max_size=self.policy.max_size,
-            leads=self.leads,
-            reason=self.failure or reason,
-            desired_size=decision.desired if decision is not None else 0,
-            age_s=now_s - decision.at_s if decision is not None else 0.0,
-        )
 
 
 @dataclass(slots=True)
@@ -122,35 +138,6 @@ class _Backoff:
         self.num_intervals, self.until_s, self.why = 1, -math.inf, ""
 
 
-class _Pool:
-    """What the loop remembers of one pool."""
-
-    def __init__(self, status: PoolStatus, since_s: float) -> None:
-        self.status = status
-        self.observations: deque[Observed] = deque()
-        self.history = History(since_s)
-        self._size: int | None = None
-        self._last_change: Change | None = None
-
-    def add(self, observation: PoolObservation, last_change: Change | None, keep_s: float) -> None:
-        """The newest observation, and the last resize by this router. A size that changed otherwise, by an operator or
-        another router, is a change that begins the history anew."""
-        is_new = last_change is not self._last_change
-        by_operator = is_new and last_change is not None and last_change.cause == "operator"
-        by_another_router = None not in (self._size, observation.size) and observation.size != self._size
-        if by_operator or by_another_router:
-            self.history = self.history.after_external_change(observation.at_s)
-        self._size, self._last_change = observation.size, last_change
-        self.observations.append(observed(observation, self.status.policy))
-        while self.observations[0].observation.at_s < observation.at_s - keep_s:
-            self.observations.popleft()
-
-    def resized(self, decision: ScaleDecision, at_s: float) -> None:
-        assert decision.direction is not None, "a decision that holds is not applied"
-        self.history = self.history.after(at_s, decision.direction)
-        self._size = decision.new_size
-
-
 @dataclass(eq=False)
 class Autoscaler:
     """One per router, on its event loop."""
@@ -165,12 +152,11 @@ class Autoscaler:
 
     def __post_init__(self) -> None:
         self._actuator = self.resizer.actuator
-        policies: dict[Role, PoolPolicy] = {"prefill": self.settings.prefill, "decode": self.settings.decode}
-        self.statuses = {role: PoolStatus(policy) for role, policy in policies.items()}
+        policies, history = self.settings.policies, History(self.clock())
+        self.statuses = {role: PoolStatus(policy, history=history) for role, policy in policies.items()}
         self.num_failures = 0
         """Times that the owner of the instances was unavailable or refused."""
         self._lead_until_s = -math.inf
-        self._pools = {role: _Pool(status, self.clock()) for role, status in self.statuses.items()}
         self._reading = _Backoff("reading the pools' sizes from their owner", self.settings.interval_s)
         self._stepping = _Backoff("a step", self.settings.interval_s)
         self._resizing = {role: _Backoff(f"resizing the {role} pool", self.settings.interval_s) for role in policies}
@@ -181,7 +167,16 @@ class Autoscaler:
         return self.clock() < self._lead_until_s
 
     def to_wire(self, role: Role) -> pools_pb2.AutoscalerStatus:
-        return self.statuses[role].to_wire(self.clock())
+        pool = self.statuses[role]
+        decision = pool.decision
+        return pools_pb2.AutoscalerStatus(
+            min_size=pool.policy.min_size,
+            max_size=pool.policy.max_size,
+            leads=pool.leads,
+            reason=pool.reason,
+            desired_size=decision.desired if decision is not None else 0,
+            age_s=self.clock() - decision.at_s if decision is not None else 0.0,
+        )
 
     async def run(self) -> None:
         while True:
@@ -199,8 +194,8 @@ class Autoscaler:
             sizes = await self._read_sizes()
         except (ActuatorError, TimeoutError) as error:
             self._failed(self._reading, error)
-            for pool in self._pools.values():
-                pool.status.failed(self._reading.why)
+            for pool in self.statuses.values():
+                pool.failed(self._reading.why)
             return
         self._reading.succeeded()
         observations = self.observe(sizes)
@@ -221,11 +216,10 @@ class Autoscaler:
     def _decisions(self, observations: Mapping[Role, PoolObservation], num_ending: int) -> Sequence[ScaleDecision]:
         settings = self.settings
         keep_s = max(settings.prefill.scale_in_window_s, settings.decode.scale_in_window_s) + settings.stale_s
-        for role, pool in self._pools.items():
+        for role, pool in self.statuses.items():
             pool.add(observations[role], self.resizer.last_changes.get(role), keep_s)
         prefill, decode = (
-            decide(pool.observations, pool.status.policy, pool.history, settings.stale_s)
-            for pool in self._pools.values()
+            decide(pool.observations, pool.policy, pool.history, settings.stale_s) for pool in self.statuses.values()
         )
         return balance(prefill, decode, num_ending, settings)
 
@@ -236,10 +230,10 @@ class Autoscaler:
         for role in in_order(pair["prefill"], pair["decode"], num_ending, settings):
             prefill, decode = balance(pair["prefill"], pair["decode"], num_ending, settings)
             decision = await self._while_leading(prefill if role == "prefill" else decode, self._resized)
-            pair[role], pool = decision, self._pools[role]
+            pair[role], pool = decision, self.statuses[role]
             if decision.direction is not None:
                 pool.resized(decision, self.clock())
-            pool.status.decided(decision, leads=leads)
+            pool.decided(decision, leads=leads)
 
     async def _while_leading(
         self, decision: ScaleDecision, next_step: Callable[[ScaleDecision], Awaitable[ScaleDecision]]
@@ -284,8 +278,8 @@ class Autoscaler:
         self.num_failures += 1
         why = f"{type(error).__name__}: {error}"
         self._stepping.failed(why, self.clock(), traceback=error)
-        for pool in self._pools.values():
-            pool.status.failed(why)
+        for pool in self.statuses.values():
+            pool.failed(why)
 
 
 def metrics_of(scaler: Autoscaler | None) -> Iterator[Metric]:

@@ -44,6 +44,9 @@ class InstanceSample(NamedTuple):
     report_age_s: float
     view: InstanceView | None
     """With an ejected instance marked as out."""
+    address: str = ""
+    out: str | None = None
+    """Why it is not picked: by its load reports, or as an outlier."""
 
     @property
     def is_ejected(self) -> bool:
@@ -58,8 +61,6 @@ class ProcessCounts(NamedTuple):
 
     num_ready: int
     """Ready for some time: not one that a rollout has just added."""
-    num_present: int
-    """Those that neither drain nor leave: they start, are ready, or are silent."""
     num_ending: int
     """Those that drain or leave."""
 
@@ -100,7 +101,7 @@ class PoolObservation:
     num_silent_routers: int = 0
     """Other routers whose queue and latencies are unknown."""
     num_present: int = 0
-    """Processes that neither drain nor leave."""
+    """Processes that neither drain nor leave: they start, are ready, or are silent."""
     num_ending: int = 0
     """Processes that drain or leave, and ready ones beyond a known `size`."""
     queue: QueueSample = EMPTY_QUEUE
@@ -206,7 +207,7 @@ def counts_of(samples: Sequence[InstanceSample], policy: PoolPolicy) -> ProcessC
     ready = [one.view for one in samples if one.state == "ready" and one.view is not None]
     num_ending = sum(sample.state in ENDING for sample in samples)
     num_ready = sum(view.up_s >= counted_s for view in ready)
-    return ProcessCounts(num_ready, len(samples) - num_ending, num_ending)
+    return ProcessCounts(num_ready, num_ending)
 
 
 def _is_blocked(view: InstanceView) -> bool:
@@ -279,33 +280,27 @@ class Observer:
     admission: AdmissionController
     latencies: RecentLatencies
     settings: AutoscalerSettings
-
-    peers: Peers | None = None
-    """The other routers; None: there are none."""
+    peers: Peers
 
     def observe(self, sizes: Mapping[Role, int]) -> dict[Role, PoolObservation]:
         """Both pools now; `sizes` are the desired ones."""
-        routers = [router_signals_of(self.admission), *self._others]
+        routers = [router_signals_of(self.admission), *self.peers.signals()]
         for_prefill = combined(one.queue for one in routers if one.lacking == "prefill")
         prefill = self._observe("prefill", sizes.get("prefill"), for_prefill)
         for_decode = combined(one.queue for one in routers if is_for_decode(one.lacking, prefill))
         return {"prefill": prefill, "decode": self._observe("decode", sizes.get("decode"), for_decode)}
 
     def _observe(self, role: Role, size: int | None, queue: QueueSample) -> PoolObservation:
-        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role, self._others)
-        policy = self.settings.prefill if role == "prefill" else self.settings.decode
-        observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, self.settings.stale_s)
-        return replace(observation, num_silent_routers=self.peers.num_silent if self.peers is not None else 0)
+        samples, latency_s = tuple(samples_of(role, self.safeguards)), self.latencies.of(role, self.peers.signals())
+        policy, stale_s = self.settings.policies[role], self.settings.stale_s
+        observation = observe(role, time.monotonic(), size, samples, queue, latency_s, policy, stale_s)
+        return replace(observation, num_silent_routers=self.peers.num_silent)
 
     def idle_s(self) -> float:
         """Since the last request of any router ended; 0 while there is one, or a router does not answer."""
-        if self.peers is not None and self.peers.num_silent:
+        if self.peers.num_silent:
             return 0.0
-        return min(signals.idle_s for signals in (router_signals_of(self.admission), *self._others))
-
-    @property
-    def _others(self) -> Sequence[RouterSignals]:
-        return self.peers.signals() if self.peers is not None else ()
+        return min(signals.idle_s for signals in (router_signals_of(self.admission), *self.peers.signals()))
 
 
 def router_signals_of(admission: AdmissionController, latencies: RecentLatencies | None = None) -> RouterSignals:
@@ -342,8 +337,9 @@ def is_for_decode(lacking: Role | None, prefill: PoolObservation) -> bool:
 
 def samples_of(role: Role, safeguards: Safeguards) -> Iterator[InstanceSample]:
     """Of `processes` of a pool, in their order."""
-    pool, outliers = safeguards.of_role(role)
-    marked = {view.key: view for view in outliers.marked(pool.views())}
+    pool = safeguards.pools.by_role[role]
+    marked = {view.key: view for view in safeguards.outliers[role].marked(pool.views())}
     for instance in pool.processes:
         view = marked.get(instance.key) if instance.key is not None else None
-        yield InstanceSample(instance.name, instance.state, instance.report_age_s, view)
+        out = instance.out if view is None else view.out
+        yield InstanceSample(instance.name, instance.state, instance.report_age_s, view, instance.address, out)

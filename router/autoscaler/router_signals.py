@@ -166,14 +166,14 @@ class RouterSignals:
     is_serving: bool = True
 
     def to_wire(self, router_id: str) -> signals_pb2.GetSignalsResponse:
-        ttft, itl = (map(_sample_to_wire, summarised(self.latencies.get(role, ()))) for role in WIRE_ROLES)
+        ttft, itl = (summarised(self.latencies.get(role, ())) for role in WIRE_ROLES)
         return signals_pb2.GetSignalsResponse(
             router_id=router_id,
             num_queued=self.queue.num_queued,
             queue_delay_s=self.queue.delay_s,
             lacking=WIRE_ROLES[self.lacking] if self.lacking is not None else instance_pb2.ROLE_UNSPECIFIED,
-            ttft=ttft,
-            itl=itl,
+            ttft=[signals_pb2.LatencySample(**sample._asdict()) for sample in ttft],
+            itl=[signals_pb2.LatencySample(**sample._asdict()) for sample in itl],
             idle_s=self.idle_s if self.idle_s < math.inf else None,
             not_serving=not self.is_serving,
         )
@@ -190,10 +190,6 @@ class RouterSignals:
         return cls(queue, lacking, latencies, idle_s, is_serving=not message.not_serving)
 
 
-def _sample_to_wire(sample: LatencySample) -> signals_pb2.LatencySample:
-    return signals_pb2.LatencySample(seconds=sample.seconds, weight=sample.weight, num_requests=sample.num_requests)
-
-
 @dataclass(slots=True, eq=False)
 class _Peer:
     """One address of a router."""
@@ -207,26 +203,20 @@ class _Peer:
     answered_s: float = -math.inf
 
 
+@dataclass(slots=True, eq=False)
 class Peers:
     """One per router, on its event loop."""
 
-    def __init__(
-        self,
-        router_id: str,
-        discovery: ServiceDiscovery,
-        dial: Callable[[str], grpc.aio.Channel],
-        settings: SignalSettings,
-    ) -> None:
-        self._router_id = router_id
-        self._discovery = discovery
-        self._dial = dial
-        self._settings = settings
-        self._peers: dict[str, tuple[_Peer, asyncio.Task[None]]] = {}
+    router_id: str
+    discovery: ServiceDiscovery
+    dial: Callable[[str], grpc.aio.Channel]
+    settings: SignalSettings
+    _peers: dict[str, tuple[_Peer, asyncio.Task[None]]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Follows and asks the other routers until it is cancelled."""
         try:
-            await follow(self._discovery, self._reconcile, "the addresses of the other routers")
+            await follow(self.discovery, self._reconcile, "the addresses of the other routers")
             await asyncio.Event().wait()
         finally:
             asking = [task for _, task in self._peers.values()]
@@ -258,7 +248,7 @@ class Peers:
         ]
 
     def _is_silent(self, peer: _Peer) -> bool:
-        return time.monotonic() - peer.answered_s > _SILENT_INTERVALS * self._settings.interval_s
+        return time.monotonic() - peer.answered_s > _SILENT_INTERVALS * self.settings.interval_s
 
     @property
     def _known(self) -> Sequence[_Peer]:
@@ -275,7 +265,7 @@ class Peers:
 
     def _reconcile(self, addresses: frozenset[str]) -> None:
         for address in addresses - self._peers.keys():
-            peer = _Peer(address, self._dial(address))
+            peer = _Peer(address, self.dial(address))
             self._peers[address] = (peer, asyncio.create_task(self._ask(peer), name=f"signals of {address}"))
         for address in self._peers.keys() - addresses:
             _, asking = self._peers.pop(address)
@@ -285,7 +275,7 @@ class Peers:
         """Asks one router, until it turns out to be this one; then closes its channel."""
         async with peer.channel:
             stub = signals_pb2_grpc.SignalsServiceStub(peer.channel)
-            interval_s, problem = self._settings.interval_s, ""
+            interval_s, problem = self.settings.interval_s, ""
             while not peer.is_self:
                 try:
                     answer = await stub.GetSignals(signals_pb2.GetSignalsRequest(), timeout=interval_s)
@@ -294,6 +284,6 @@ class Peers:
                         _log.warning("the router at %s does not answer: %s", peer.address, error.details())
                     problem = error.code().name
                 else:
-                    peer.router_id, peer.is_self = answer.router_id, answer.router_id == self._router_id
+                    peer.router_id, peer.is_self = answer.router_id, answer.router_id == self.router_id
                     peer.signals, peer.answered_s, problem = RouterSignals.from_wire(answer), time.monotonic(), ""
                 await asyncio.sleep(interval_s)

@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from router.pools.instance_info import Role
 from router.pools.settings import Targets
 from serving.settings import MAX_TIME_S, Address, Section, setting
 
@@ -189,6 +190,10 @@ class AutoscalerSettings(Section):
                 f"min_ratio = {lowest:g} and max_ratio = {highest:g} allow no pair of sizes: the bounds of the pools "
                 f"give ratios from {start:g} to {end:g}"
             )
+
+    @property
+    def policies(self) -> dict[Role, PoolPolicy]:
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def ratios(self) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,9 +29,10 @@ from router.picking.plan import NoPlan, has_place, make_plan
 from router.picking.scorers import Aims
 from router.picking.settings import DisaggregationSettings
 from router.pools.instance import UpstreamInstance
-from router.pools.instance_info import InstanceView
+from router.pools.instance_info import InstanceInfo, InstanceView
 from router.pools.pool import Pools
 from router.request.choice_state import Choice, set_objectives
+from router.request.validation import ModelLimits
 from router.resilience.retry import AttemptHistory, CallFailed, FailoverSettings, give_up, no_instance
 from router.resilience.safeguards import Guard, Safeguards
 from serving.errors import DeadlineExceeded, ServiceError
@@ -92,6 +93,11 @@ class Dispatcher:
     retry_after_s: float  # the hint to clients when no instance is available
     aims: AimSource
     rng: random.Random = field(default_factory=random.Random)
+
+    def model_limits(self, known: Sequence[InstanceInfo] = ()) -> ModelLimits | None:
+        """What a valid request may ask for; None while no decode instance is known. `known`: as `ModelLimits.of`."""
+        prefill = self.pools.prefill_infos() if self.disaggregation.mode == "always" else ()
+        return ModelLimits.of(self.pools.decode_infos(), prefill, known)
 
     async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit, slot: Slot) -> None:
         """Runs every choice of one request to its end, while it holds `slot`. Raises ServiceError if one cannot be

@@ -215,10 +215,7 @@ class RequestHandler:
 
     def __post_init__(self) -> None:
         self.trace = RequestTrace(self.metrics)
-        self.request: GenerationRequest | None = None
-        """With every default resolved; None until it is known to be valid."""
         self._caller = Caller()
-        self._choices: list[Choice] = []
         self._found_instance = True
         """False: it has waited for the first decode instance, and none came."""
 
@@ -235,16 +232,17 @@ class RequestHandler:
         outcome, problem = RequestEvent.ABORTED, ""  # unless set below, the client has gone
         try:
             self._caller = self.callers.of(metadata)
-            self.request = request = await self._validated(message, deadline_s)
+            self.trace.request = request = await self._validated(message, deadline_s)
             set_request_id(request.label)
-            self._choices = [self._choice(request, index) for index in range(request.params.n)]
-            self.trace.validated(request, self._choices)
-            await self._answer(request, sink)
-            aborted = any(choice.aborted for choice in self._choices)
+            choices = [self._choice(request, index) for index in range(request.params.n)]
+            self.trace.validated(choices)
+            await self._answer(request, choices, sink)
+            aborted = any(choice.aborted for choice in choices)
             outcome = RequestEvent.ABORTED if aborted else RequestEvent.FINISHED
         except ServiceError as error:
             outcome, problem = RequestEvent.FAILED, _problem(error)
-            if isinstance(error, Unavailable) and not self._found_instance and not self._has_attempt:
+            has_attempt = any(choice.stream_epoch for choice in self.trace.choices)
+            if isinstance(error, Unavailable) and not self._found_instance and not has_attempt:
                 self.admission.no_instance_came()
             raise
         except asyncio.CancelledError:
@@ -257,7 +255,7 @@ class RequestHandler:
             outcome, problem = RequestEvent.FAILED, type(error).__name__
             raise
         finally:
-            self.trace.ended(outcome, self.request, self._num_generated, problem)
+            self.trace.ended(outcome, problem)
 
     async def _validated(self, message: generation_pb2.GenerateRequest, deadline_s: float | None) -> GenerationRequest:
         """Waits for the first instance where requests may, and validates. Raises Aborted for an abort meanwhile: what
@@ -282,25 +280,24 @@ class RequestHandler:
         not begun gets that of another one that has, if it can."""
         choice = Choice(request, index)
         if choice.token_ids and not choice.finished and (fingerprint := request.resumed[index].fingerprint):
-            identity = self.dispatcher.pools.identity(fingerprint)
-            if identity is None:
+            choice.identity = self.dispatcher.pools.identity(fingerprint)
+            if choice.identity is None:
                 known = "no instance computes what the answer began with: its fingerprint is"
                 raise Unavailable(f"{known} {shown(fingerprint)}")
-            choice.computed_by(identity)
         elif not choice.token_ids:
             fingerprints = filter(None, (one.fingerprint for one in request.resumed.values()))
             choice.preferred_identity = next(filter(None, map(self.dispatcher.pools.identity, fingerprints)), None)
         return choice
 
-    async def _answer(self, request: GenerationRequest, sink: Sink) -> None:
+    async def _answer(self, request: GenerationRequest, choices: list[Choice], sink: Sink) -> None:
         """Writes the whole answer; an abort ends it with one last message per choice."""
-        writer = ResponseWriter(request, self._choices, sink)
+        writer = ResponseWriter(request, choices, sink)
         async with writer.until_aborted():
             with self.abort_registry.registered(self._caller.label(request.label), writer.abort):
-                await self._generate(request, writer)
+                await self._generate(request, choices, writer)
         if writer.aborted:
             await writer.write_unsent()
-            for choice in self._choices:
+            for choice in choices:
                 if not choice.finished:
                     await writer.emit(choice.abort(await self._held_text(request, choice)))
 
@@ -317,29 +314,26 @@ class RequestHandler:
 
         return await start_in_thread(held, "end the text of an aborted answer")
 
-    async def _generate(self, request: GenerationRequest, writer: ResponseWriter) -> None:
+    async def _generate(self, request: GenerationRequest, choices: list[Choice], writer: ResponseWriter) -> None:
         """The request's work, once it is admitted. A request that waits for admission can be aborted too."""
         async with contextlib.AsyncExitStack() as stack:
             ticket = await stack.enter_async_context(self.admission.admit(request, self.siblings.one_ended))
             await stack.enter_async_context(self.siblings.running())
             self.trace.admitted()
             writer.on_first_chunk = lambda: self.admission.prefilled(ticket)
-            ticket.num_emitted = lambda: self._num_generated
-            await self.dispatcher.generate(self._choices, self.trace, writer.emit, ticket.slot)
+            ticket.num_emitted = lambda: self.trace.num_generated
+            await self.dispatcher.generate(choices, self.trace, writer.emit, ticket.slot)
+
+    @property
+    def request(self) -> GenerationRequest:
+        """Only once it is validated, as it is when a message is written."""
+        assert self.trace.request is not None, "not validated"
+        return self.trace.request
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Token ids; only once a message is written."""
-        assert self.request is not None, "a call that writes has been validated"
+        """Token ids."""
         return self.request.prompt_token_ids
-
-    @property
-    def _has_attempt(self) -> bool:
-        return any(choice.stream_epoch for choice in self._choices)
-
-    @property
-    def _num_generated(self) -> int:
-        return sum(choice.num_generated for choice in self._choices)
 
 
 def _problem(error: ServiceError) -> str:

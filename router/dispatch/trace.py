@@ -70,14 +70,16 @@ class RequestTrace:
         self._decisions: list[Disaggregation] = []
         self._why = ""
         self._is_warm = True
-        self._request: GenerationRequest | None = None
-        self._choices: Sequence[Choice] = ()
+        self.request: GenerationRequest | None = None
+        """With every default resolved; None until it is known to be valid."""
+        self.choices: Sequence[Choice] = ()
         self._number = self._metrics.num_received
         if self._metrics.log is not None:
-            self._metrics.log.add(self._number, self)
+            self._metrics.log.running[self._number] = self.summary
 
-    def validated(self, request: GenerationRequest, choices: Sequence[Choice]) -> None:
-        self._request, self._choices = request, choices
+    def validated(self, choices: Sequence[Choice]) -> None:
+        """`request` is valid, and these are its choices."""
+        self.choices = choices
         self._stages.next("router.queue")
 
     def admitted(self) -> None:
@@ -153,7 +155,7 @@ class RequestTrace:
 
     def summary(self, outcome: str = "", error: str = "") -> RequestSummary:
         """The request now; with an `outcome`, at its end."""
-        request, choices = self._request, self._choices
+        request, choices = self.request, self.choices
         return RequestSummary(
             number=self._number,
             request_id=request.label if request else "",
@@ -161,7 +163,7 @@ class RequestTrace:
             num_choices=request.num_choices_left if request else 0,
             num_prompt_tokens=request.num_prompt_tokens if request else 0,
             num_cached_tokens=choices[0].num_cached_tokens if choices else None,
-            num_tokens=sum(choice.num_generated for choice in choices),
+            num_tokens=self.num_generated,
             gaps=sum_of(choice.gaps for choice in choices),
             prefill=tuple(self._prefill),
             decode=tuple(self._decode),
@@ -171,29 +173,25 @@ class RequestTrace:
             error=error,
         )
 
-    def ended(self, event: RequestEvent, request: GenerationRequest | None, num_tokens: int, error: str = "") -> None:
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all choices that this router has emitted."""
+        return sum(choice.num_generated for choice in self.choices)
+
+    def ended(self, event: RequestEvent, error: str = "") -> None:
         """Writes the request's log line, ends its span and counts it. `error` begins with the status' name."""
         self.timeline.mark(event)
-        num_prompt_tokens = request.num_prompt_tokens if request else 0
-        outcome = _outcome(event, error)
+        request, summary = self.request, self.summary(_outcome(event, error), error)
         if self._metrics.log is not None:
-            self._metrics.log.end(self.summary(outcome, error))
-        self._metrics.request_ended(
-            outcome,
-            self.timeline,
-            self._path,
-            gaps=sum_of(choice.gaps for choice in self._choices),
-            num_prompt=num_prompt_tokens,
-            num_output=num_tokens,
-            is_warm=self._is_warm,
-        )
+            self._metrics.log.end(summary)
+        self._metrics.request_ended(summary, self.timeline, self._path, is_warm=self._is_warm)
         attributes: dict[str, str | int] = {
-            "gen_ai.request.id": request.label if request else "",
-            "tandem.num_prompt_tokens": num_prompt_tokens,
-            "tandem.num_tokens": num_tokens,
+            "gen_ai.request.id": summary.request_id,
+            "tandem.num_prompt_tokens": summary.num_prompt_tokens,
+            "tandem.num_tokens": summary.num_tokens,
             "tandem.decision": ",".join(decision.decision.value for decision in self._decisions),
             "tandem.reason": ",".join(decision.reason.value for decision in self._decisions),
-            "tandem.why": self._reasons,
+            "tandem.why": summary.reason,
             "tandem.prefill": ",".join(self._prefill),
             "tandem.decode": ",".join(self._decode),
         }
@@ -203,8 +201,8 @@ class RequestTrace:
             _log,
             event,
             request=request.request_id if request else "",
-            num_prompt_tokens=num_prompt_tokens,
-            num_tokens=num_tokens,
+            num_prompt_tokens=summary.num_prompt_tokens,
+            num_tokens=summary.num_tokens,
             num_resumed_tokens=request.num_resumed_tokens if request else 0,
             n=request.params.n if request else 0,
             num_resumptions=self.timeline.count(RequestEvent.RESUMED),

@@ -44,15 +44,15 @@ class EndpointSliceDiscovery:
         self._port = port
         self._path = cluster.path(_GROUP, _PLURAL)
         self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
-        self._changes = DiscoveryLog(service)
+        self._log = DiscoveryLog(service)
 
-    async def addresses(self) -> AsyncIterator[frozenset[str]]:
-        self._changes.begin()
+    def addresses(self) -> AsyncIterator[frozenset[str]]:
+        return self._log.changes(self._found())
+
+    async def _found(self) -> AsyncIterator[frozenset[str]]:
         async for slices in self._follow():
             ips = frozenset().union(*(one.staying for one in slices.values()))
-            addresses = frozenset(format_address(ip, self._port) for ip in ips)
-            if self._changes.is_change(addresses):
-                yield addresses
+            yield frozenset(format_address(ip, self._port) for ip in ips)
 
     async def _follow(self) -> AsyncIterator[dict[str, EndpointSlice]]:
         """The slices by name, after each change; never ends."""
@@ -71,8 +71,8 @@ class EndpointSliceDiscovery:
                 problem = str(error)
             if time.monotonic() - listed_s > _MAX_RETRY_S:  # the watch has worked
                 retry_s = _RETRY_S
-                self._changes.set_problem(None)
-            self._changes.set_problem(problem)
+                self._log.set_problem(None)
+            self._log.set_problem(problem)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
 

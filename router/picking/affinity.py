@@ -7,6 +7,7 @@ settings, least recently used out first; what belonged to a process that is gone
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +51,6 @@ class PrefixIndex:
 
         `known` are the first ones, which are not computed again.
         """
-        if block_size < 1:
-            return ()
         chain = list(known)
         extend_block_hashes(chain, root_hash("", cache_salt=salt), array("q", token_ids), block_size)
         return tuple(chain)
@@ -63,14 +62,7 @@ class PrefixIndex:
             return 0
         if hashes[-1] in blocks:
             return len(hashes)
-        known, unknown = 1, len(hashes)  # invariant: the first `known` are there, the first `unknown` are not
-        while unknown - known > 1:
-            middle = (known + unknown) // 2
-            if hashes[middle - 1] in blocks:
-                known = middle
-            else:
-                unknown = middle
-        return known
+        return bisect_left(hashes, True, key=lambda block: block not in blocks)
 
     def record(self, key: InstanceKey, hashes: Sequence[bytes]) -> None:
         """The instance has computed or loaded these blocks, from the first one on."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from router.picking.settings import DisaggregationSettings
@@ -136,16 +136,14 @@ def _by_cost(situation: Situation, settings: DisaggregationSettings) -> Disaggre
     explanation = _describe(situation, from_tokens)
     if num_uncached > from_tokens:
         return Disaggregation(Decision.DISAGGREGATE, Reason.ESTIMATE, explanation)
-    if num_uncached > break_even(situation, settings, num_ahead_at_prefill=0):
+    if num_uncached > break_even(replace(situation, num_ahead_at_prefill=0), settings):
         return Disaggregation(Decision.LOCAL, Reason.QUEUE, explanation)
     if situation.since_prefill_s >= settings.probe_s and situation.num_ahead_at_prefill == 0:
         return Disaggregation(Decision.DISAGGREGATE, Reason.PROBE, f"split to measure again; {explanation}")
     return Disaggregation(Decision.LOCAL, Reason.ESTIMATE, explanation)
 
 
-def break_even(
-    situation: Situation, settings: DisaggregationSettings, *, num_ahead_at_prefill: int | None = None
-) -> float:
+def break_even(situation: Situation, settings: DisaggregationSettings) -> float:
     """Uncached tokens above which splitting costs less; infinite when a token costs as much split as local, or more.
 
     Needs a measured prefill speed. A decode instance without a measurement is assumed to prefill as fast as the prefill
@@ -159,9 +157,9 @@ def break_even(
     saved_per_token_s = (1 + settings.interruption_weight * streams) / decode_per_s - 1 / prefill_per_s - hand_over_s
     if saved_per_token_s <= 0:
         return math.inf
-    ahead = situation.num_ahead_at_prefill if num_ahead_at_prefill is None else num_ahead_at_prefill
     more = situation.num_cached_at_decode - situation.num_cached_at_prefill
-    longer_wait_s = (ahead + more) / prefill_per_s - situation.num_ahead_at_decode / decode_per_s
+    wait_s = (situation.num_ahead_at_prefill + more) / prefill_per_s
+    longer_wait_s = wait_s - situation.num_ahead_at_decode / decode_per_s
     return max(0.0, longer_wait_s / saved_per_token_s)
 
 

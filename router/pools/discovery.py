@@ -96,23 +96,20 @@ class ServiceDiscovery(Protocol):
 
 
 class DiscoveryLog:
-    """Detects and logs changes of one source's addresses; logs each of its problems once."""
+    """Logs the changes of one source's addresses, and each of its problems once."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._addresses: frozenset[str] | None = None
         self._problem: str | None = None
 
-    def begin(self) -> None:
-        """The next addresses are a change, whatever they are."""
-        self._addresses = None
-
-    def is_change(self, addresses: frozenset[str]) -> bool:
-        if addresses == self._addresses:
-            return False
-        self._addresses = addresses
-        _log.info("%s: %s", self._source, ", ".join(sorted(addresses)) or "no instances")
-        return True
+    async def changes(self, found: AsyncIterator[frozenset[str]]) -> AsyncIterator[frozenset[str]]:
+        """The first of the sets that are `found`, and each that differs from the one before."""
+        last: frozenset[str] | None = None
+        async for addresses in found:
+            if addresses != last:
+                last = addresses
+                _log.info("%s: %s", self._source, ", ".join(sorted(addresses)) or "no instances")
+                yield addresses
 
     def set_problem(self, problem: str | None) -> None:
         """What is wrong with the source now; None: nothing."""
@@ -169,13 +166,14 @@ class DnsDiscovery:
         self._interval_s = interval_s
         self._resolve = resolve
         self._num_empty = 0
-        self._changes = DiscoveryLog(host)
+        self._log = DiscoveryLog(host)
 
-    async def addresses(self) -> AsyncIterator[frozenset[str]]:
-        self._changes.begin()
+    def addresses(self) -> AsyncIterator[frozenset[str]]:
+        return self._log.changes(self._answers())
+
+    async def _answers(self) -> AsyncIterator[frozenset[str]]:
         while True:
-            answer = await self._accepted_answer()
-            if answer is not None and self._changes.is_change(answer):
+            if (answer := await self._accepted_answer()) is not None:
                 yield answer
             await asyncio.sleep(self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER))
 
@@ -185,11 +183,11 @@ class DnsDiscovery:
             answer = await self._resolve(self._host, self._port)
         except (OSError, UnicodeError, RuntimeError) as error:
             if not (isinstance(error, socket.gaierror) and error.errno in _NO_ADDRESSES):
-                self._changes.set_problem(f"cannot be resolved: {error}")
+                self._log.set_problem(f"cannot be resolved: {error}")
                 return None
             answer = frozenset()
         self._num_empty = 0 if answer else self._num_empty + 1
-        self._changes.set_problem(None if answer else "has no addresses")
+        self._log.set_problem(None if answer else "has no addresses")
         return None if 0 < self._num_empty < _EMPTY_ANSWERS else answer
 
 
@@ -202,30 +200,26 @@ class StackDiscovery:
     def __init__(self, channel: grpc.aio.Channel, role: Role) -> None:
         self._stub = stack_pb2_grpc.StackServiceStub(channel)
         self._role = role
-        self._changes = DiscoveryLog(f"{role} pool of the local stack")
+        self._log = DiscoveryLog(f"{role} pool of the local stack")
 
-    async def addresses(self) -> AsyncIterator[frozenset[str]]:
-        self._changes.begin()
+    def addresses(self) -> AsyncIterator[frozenset[str]]:
+        return self._log.changes(self._found())
+
+    async def _found(self) -> AsyncIterator[frozenset[str]]:
         while True:
-            async for addresses in self._watch():
-                if self._changes.is_change(addresses):
-                    yield addresses
+            call = self._stub.WatchStack(stack_pb2.WatchStackRequest())
+            try:
+                async for answer in call:
+                    self._log.set_problem(None)
+                    for pool in answer.pools:
+                        if pool.role == WIRE_ROLES[self._role]:
+                            yield frozenset(pool.addresses)
+                self._log.set_problem("ended the stream")
+            except grpc.aio.AioRpcError as error:
+                self._log.set_problem(f"does not answer: {error.code().name}")
+            finally:
+                call.cancel()
             await asyncio.sleep(_STACK_RETRY_S)
-
-    async def _watch(self) -> AsyncIterator[frozenset[str]]:
-        """What one stream yields until it breaks."""
-        call = self._stub.WatchStack(stack_pb2.WatchStackRequest())
-        try:
-            async for answer in call:
-                self._changes.set_problem(None)
-                for pool in answer.pools:
-                    if pool.role == WIRE_ROLES[self._role]:
-                        yield frozenset(pool.addresses)
-            self._changes.set_problem("ended the stream")
-        except grpc.aio.AioRpcError as error:
-            self._changes.set_problem(f"does not answer: {error.code().name}")
-        finally:
-            call.cancel()
 
 
 class CombinedDiscovery:

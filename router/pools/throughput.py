@@ -85,9 +85,10 @@ class ThroughputEstimator:
         self._recent_computed: deque[tuple[float, int]] = deque()  # the counter at that time
 
     def estimate(self, now_s: float) -> ThroughputEstimate:
-        since_s = now_s - self._assigned_s
-        num_assigned, num_computed = self._recent(now_s)
-        recent_per_s = max(num_assigned, num_computed) / _RECENT_S
+        self._forget(now_s)
+        since_s, computed = now_s - self._assigned_s, self._recent_computed
+        num_computed = computed[-1][1] - computed[0][1] if computed else 0
+        recent_per_s = max(self._num_recent_tokens, num_computed) / _RECENT_S
         hand_over_per_s = self._hand_over.per_s if now_s - self._hand_over_s <= _HAND_OVER_KNOWN_S else None
         return ThroughputEstimate(self._prefill.per_s, hand_over_per_s, since_s, recent_per_s, num_computed)
 
@@ -128,12 +129,6 @@ class ThroughputEstimator:
             if num_tokens > self._min_tokens:
                 self._prefill.observe(num_tokens, now_s - self._busy_since[1])
             self._busy_since = (num_prefilled_tokens, now_s)
-
-    def _recent(self, now_s: float) -> tuple[int, int]:
-        """The prompt tokens assigned and computed in the last seconds."""
-        self._forget(now_s)
-        computed = self._recent_computed
-        return self._num_recent_tokens, computed[-1][1] - computed[0][1] if computed else 0
 
     def _forget(self, now_s: float) -> None:
         """What is older than the last seconds."""

@@ -57,7 +57,7 @@ class Choice:
     _is_first_chunk: bool = False  # the next one is the first of its instance, which has the counts
     decode_key: InstanceKey | None = None
     prefill_key: InstanceKey | None = None
-    _identity: Identity | None = None
+    identity: Identity | None = None  # of what computes it, here or at the router before; None: it has not begun
     preferred_identity: Identity | None = None
     """Of a choice without a token: what computes another one of its answer, so that no answer is of two models."""
     _num_before_attempt: int = 0
@@ -93,7 +93,7 @@ class Choice:
     @property
     def required_identity(self) -> Identity | None:
         """Once a token is emitted, only instances that compute the same may continue; None while any may."""
-        return self._identity if self.token_ids else None
+        return self.identity if self.token_ids else None
 
     @property
     def emitted_in_attempt(self) -> list[int]:
@@ -131,21 +131,17 @@ class Choice:
     @property
     def fingerprint(self) -> str:
         """Of the identity that computes it; empty before the first attempt."""
-        return "" if self._identity is None else self._identity.fingerprint
-
-    def computed_by(self, identity: Identity) -> None:
-        """What it has emitted at another router was computed by this identity."""
-        self._identity = identity
+        return "" if self.identity is None else self.identity.fingerprint
 
     def at(self, decode: InstanceView, prefill: InstanceView | None) -> None:
         self.decode_key = decode.key
         self.prefill_key = prefill.key if prefill is not None else self.prefill_key
-        self._identity = decode.info.identity
+        self.identity = decode.info.identity
 
     def follow(self, first: Choice) -> None:
         """Prefers the instances of the request's first choice, which have just run the same prompt, and its weights."""
         self.decode_key, self.prefill_key = first.decode_key, first.prefill_key
-        self.preferred_identity = first._identity
+        self.preferred_identity = first.identity
 
     def accept(self, chunk: common_pb2.TokenChunk) -> bool:
         """Whether to forward `chunk`; its tokens then count as emitted. Raises StreamViolation."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from serving.logging import RequestEvent
 
@@ -85,26 +85,16 @@ class RequestSummary:
         return next((at_s for event, at_s in self.marks if event is RequestEvent.FIRST_TOKEN), None)
 
 
-class Summarized(Protocol):
-    """The trace of a running request."""
-
-    def summary(self) -> RequestSummary: ...
-
-
 @dataclass(eq=False)
 class RequestLog:
     """Written on the event loop alone."""
 
-    running: dict[int, Summarized] = field(default_factory=dict)
-    """By number, the oldest first."""
+    running: dict[int, Callable[[], RequestSummary]] = field(default_factory=dict)
+    """By number, the oldest first: makes the summary of now."""
     ended: deque[RequestSummary] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
     """In the order of their ends."""
     epoch: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Of the numbering: a request of another epoch may have the same number."""
-
-    def add(self, number: int, trace: Summarized) -> None:
-        """A request was received."""
-        self.running[number] = trace
 
     def end(self, summary: RequestSummary) -> None:
         del self.running[summary.number]

@@ -52,27 +52,20 @@ reached the instance and ended without a status of the instance's own; whether t
 _MAX_INTERNAL = 1  # A request that breaks the instances that compute it must not be sent to all of them
 
 
+@dataclass(eq=False)
 class CallFailed(Exception):
     """A call to the instance `key` of the pool `role` failed. `error` is the answer to the client if no other attempt
     follows."""
 
-    def __init__(
-        self,
-        key: InstanceKey,
-        role: Role,
-        kind: FailureKind,
-        error: ServiceError,
-        detail: str,
-        *,
-        death: Death | None = None,
-    ) -> None:
-        self.key = key
-        self.role = role
-        self.kind = kind
-        self.error = error
-        self.detail = detail
-        self.death = death
-        super().__init__(f"{key.address}: {detail}")
+    key: InstanceKey
+    role: Role
+    kind: FailureKind
+    error: ServiceError
+    detail: str
+    death: Death | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key.address}: {self.detail}"
 
 
 @dataclass(slots=True)

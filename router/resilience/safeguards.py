@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from router.pools.instance import LEFT
-from router.pools.instance_info import InstanceKey, InstanceView, Role
-from router.pools.pool import Pool, Pools
+from router.pools.instance_info import WIRE_ROLES, InstanceKey, InstanceView, Role
+from router.pools.pool import Pools
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
 from router.resilience.poison_requests import (
@@ -167,22 +167,18 @@ class Safeguards:
         self._known_gone_after_s = beat_timeout_s + _MARGIN_S
         self.poison = PoisonDetection(quarantine, self._known_gone_after_s)
         self.probations = Probations(quarantine.trial_wait_s)
-        self.prefill = OutlierDetection(ejection)
-        self.decode = OutlierDetection(ejection)
+        self.outliers: dict[Role, OutlierDetection] = {role: OutlierDetection(ejection) for role in WIRE_ROLES}
 
     def check(self, request: GenerationRequest) -> None:
         """Raises PoisonRequestRejected while requests of this content are rejected."""
         if not self.poison.is_empty:
             self.poison.check(content_digest(request))
 
-    def of_role(self, role: Role) -> tuple[Pool, OutlierDetection]:
-        return self.pools.by_role[role], self.prefill if role == "prefill" else self.decode
-
     def views_to_try(self) -> Iterator[tuple[Sequence[InstanceView], Sequence[InstanceView]]]:
         """Decode and prefill views of the pools, in the order in which a request tries them. Ejected instances come
         last: any is better than none."""
         decode, prefill = self.pools.decode.views(), self.pools.prefill.views()
-        marked = self.decode.marked(decode), self.prefill.marked(prefill)
+        marked = self.outliers["decode"].marked(decode), self.outliers["prefill"].marked(prefill)
         yield marked
         if marked != (decode, prefill):
             yield decode, prefill
@@ -246,8 +242,7 @@ class Guard:
             return
         self._has_token = True
         self._release()
-        _, outliers = self.safeguards.of_role(self._computing.role)
-        outliers.succeeded(self._computing.key)
+        self.safeguards.outliers[self._computing.role].succeeded(self._computing.key)
         if self._is_suspect():
             self.safeguards.poison.clear(self.suspect, self._computing.role)
 
@@ -262,11 +257,11 @@ class Guard:
             self._release()
             return
         role = failure.role
-        pool, outliers = self.safeguards.of_role(role)
+        outliers, views = self.safeguards.outliers[role], self.safeguards.pools.by_role[role].views()
         if failure.death == "crashed":
-            outliers.crashed(failure.key, pool.views())
+            outliers.crashed(failure.key, views)
         else:
-            outliers.failed(failure.key, pool.views())
+            outliers.failed(failure.key, views)
         if failure.kind == "internal":
             self._has_evidence = True
             self.safeguards.poison.failed(self.suspect, failure.key, role)

@@ -20,6 +20,7 @@ from router.settings import RouterSettings
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids, text_of
+from tests.waiting import until
 
 PROMPT = list(range(20, 120))
 """Longer than what stays local in auto."""
@@ -105,9 +106,7 @@ class Rig:
             len(self.prefill) if num_prefill is None else num_prefill,
             len(self.decode) if num_decode is None else num_decode,
         )
-        async with asyncio.timeout(20):
-            while (self.app.pools.prefill.num_ready(), self.app.pools.decode.num_ready()) != wanted:
-                await asyncio.sleep(0.01)
+        await until(lambda: (self.app.pools.prefill.num_ready(), self.app.pools.decode.num_ready()) == wanted)
 
     async def until_idle(self, timeout_s: float = 30.0) -> None:
         """Waits until nothing runs anywhere and no prefill instance holds KV."""
@@ -117,9 +116,7 @@ class Rig:
 
     async def until_router_is_idle(self) -> None:
         """Waits until the router has let go of every request."""
-        async with asyncio.timeout(20):
-            while self._is_router_busy():
-                await asyncio.sleep(0.005)
+        await until(lambda: not self._is_router_busy())
 
     def _is_router_busy(self) -> bool:
         return bool(

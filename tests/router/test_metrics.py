@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from router.api.live.state import stages_of
 from router.app import RouterApp
 from router.metrics import RouterMetrics
 from router.picking.disaggregation import Decision, Reason
-from router.request.request_log import NO_GAPS, RequestLog, TokenGaps
+from router.request.request_log import RequestLog, RequestSummary, TokenGaps
 from router.request.validation import ServedModel
 from serving.logging import RequestEvent, Timeline
 from tests.fakes.behaviour import FULL, WRONG, Behaviour
@@ -72,9 +73,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 async def until_ended(rig: Rig, num_requests: int) -> None:
     """A client sees the end of its call before it is counted."""
-    async with asyncio.timeout(20):
-        while sum(rig.app.service.metrics.ended.values()) < num_requests:
-            await asyncio.sleep(0.005)
+    await until(lambda: sum(rig.app.service.metrics.ended.values()) >= num_requests)
 
 
 async def test_requests_are_counted_by_how_they_ended(run: Run) -> None:
@@ -371,7 +370,7 @@ async def test_what_was_ejected_paused_rejected_and_resumed_is_reported(run: Run
     async with run(metrics=METRICS, prefill=0, decode=2) as rig:
         key = rig.app.pools.decode.instances[0].key
         assert key is not None
-        rig.app.safeguards.decode.crashed(key, rig.app.pools.decode.views())
+        rig.app.safeguards.outliers["decode"].crashed(key, rig.app.pools.decode.views())
         rig.app.admission.num_paused = 3
         rig.app.safeguards.poison._rejected_until_s[b"digest"] = math.inf
         permits = [rig.app.safeguards.budget.resume() for _ in range(2)]
@@ -455,9 +454,10 @@ def test_one_token_has_no_gap() -> None:
     metrics, timeline = RouterMetrics(), Timeline()
     for at_s, event in enumerate((RequestEvent.RECEIVED, RequestEvent.FIRST_TOKEN, RequestEvent.FINISHED)):
         timeline.mark(event, float(at_s))
-    metrics.request_ended("finished", timeline, "local", gaps=NO_GAPS, num_prompt=5, num_output=1)
+    one = RequestSummary(1, "label", tuple(timeline.marks), num_tokens=1, outcome="finished")
+    metrics.request_ended(one, timeline, "local")
     assert metrics.output_token["local"].count == 0
-    metrics.request_ended("finished", timeline, "local", gaps=TokenGaps(2.0, 20), num_prompt=5, num_output=22)
+    metrics.request_ended(replace(one, num_tokens=22, gaps=TokenGaps(2.0, 20)), timeline, "local")
     assert metrics.output_token["local"].sum == pytest.approx(0.1)  # eleven tokens each, ten gaps, one second
 
 

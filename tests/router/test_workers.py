@@ -13,7 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from protos.tandem.v1 import generation_pb2_grpc, pools_pb2, pools_pb2_grpc
 from router.settings import RouterSettings
-from router.workers import Ports, Worker, Workers, _scraped, worker_settings
+from router.workers import Worker, Workers, _scraped, reserve, worker_settings
 from serving.lifecycle import EXIT_STOPPED, ParentBond
 from serving.settings import SettingsError
 from tests.fakes.behaviour import Behaviour
@@ -40,7 +40,7 @@ def settings(**sections: Any) -> RouterSettings:
 
 
 def test_fixed_limits_are_divided_and_the_first_worker_alone_leads() -> None:
-    ports = Ports()
+    ports = ExitStack()
     router = {"model": "m", "workers": 2, "admin_listen": "127.0.0.1:0", "ready_file": "r"}
     whole = settings(router=router, http={"listen": "127.0.0.1:0"}, admission={"max_requests": 9})
     first, second = worker_settings(whole, ports)
@@ -67,7 +67,7 @@ def test_fixed_limits_are_divided_and_the_first_worker_alone_leads() -> None:
 def test_one_client_has_no_larger_part_of_a_worker_than_half_or_its_part_of_the_router(
     num_workers: int, max_calls: int, max_per_peer: int, expected: int
 ) -> None:
-    ports = Ports()
+    ports = ExitStack()
     server = {"max_calls": max_calls, "max_calls_per_peer": max_per_peer}
     each = worker_settings(settings(router={"model": "m", "workers": num_workers}, server=server), ports)
     ports.close()
@@ -76,16 +76,16 @@ def test_one_client_has_no_larger_part_of_a_worker_than_half_or_its_part_of_the_
 
 def test_what_is_for_several_routers_is_refused_with_workers() -> None:
     with pytest.raises(SettingsError, match=r"router\.workers = 2: admission\.num_routers is for several routers"):
-        worker_settings(settings(admission={"num_routers": 2}), Ports())
+        worker_settings(settings(admission={"num_routers": 2}), ExitStack())
 
 
 def test_a_port_that_another_router_shares_among_its_workers_is_taken() -> None:
-    ports, others = Ports(), Ports()
-    address = ports.reserve("127.0.0.1:0")
+    ports, others = ExitStack(), ExitStack()
+    address = reserve("127.0.0.1:0", ports)
     with pytest.raises(OSError, match="cannot listen on"):
-        others.reserve(address)
+        reserve(address, others)
     ports.close()
-    others.reserve(address)
+    reserve(address, others)
     others.close()
 
 
@@ -166,7 +166,7 @@ async def test_workers_get_every_setting_as_it_is(monkeypatch: pytest.MonkeyPatc
         processes.append(ProcessStub(READY))
         return processes[-1]
 
-    def recorded_settings(whole: RouterSettings, ports: Ports) -> list[RouterSettings]:
+    def recorded_settings(whole: RouterSettings, ports: ExitStack) -> list[RouterSettings]:
         sent.extend(worker_settings(whole, ports))
         return sent
 
@@ -229,7 +229,7 @@ async def test_what_a_scorer_prints_goes_to_standard_error(
             picking={"decode_scorers": "chatty_scorer:score"},
             admission={"instance_wait_s": 60.0},
         )
-        with closing(Ports()) as ports, closing(ParentBond()) as bond:
+        with ExitStack() as ports, closing(ParentBond()) as bond:
             worker = Worker(0, worker_settings(whole, ports)[0], bond)
             running = asyncio.create_task(worker.run())
             ready = asyncio.create_task(worker.ready.wait())
@@ -281,8 +281,8 @@ class Router:
 
 @asynccontextmanager
 async def running(model_folder: Path, decode: FakeInstance) -> AsyncIterator[Router]:
-    ports = Ports()
-    metrics, admin = ports.reserve("127.0.0.1:0"), ports.reserve("127.0.0.1:0")
+    ports = ExitStack()
+    metrics, admin = reserve("127.0.0.1:0", ports), reserve("127.0.0.1:0", ports)
     ports.close()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--workers", str(NUM_WORKERS), "--listen", "127.0.0.1:0"),

@@ -259,7 +259,7 @@ async def router_reading(
 ) -> Reading:
     """The router's state for the live page, on its event loop: the one place that reads it."""
     sizes = await operations.sizes()  # first: everything after it is one snapshot
-    safeguards, autoscaler, resizer = operations.safeguards, operations.autoscaler, operations.resizer
+    safeguards, autoscaler, resizer = service.dispatcher.safeguards, operations.autoscaler, operations.resizer
     by_role, log = safeguards.pools.by_role, service.metrics.log
     statuses = autoscaler.statuses if autoscaler is not None else {}
     assert log is not None, "requests are kept where there is a page"
@@ -270,12 +270,8 @@ async def router_reading(
         pools={
             role: PoolReading(pool.num_ready(), sizes.get(role), statuses.get(role)) for role, pool in by_role.items()
         },
-        instances=[
-            (role, instance.address, sample, operations.out(role, instance) or "")
-            for role, pool in by_role.items()
-            for instance, sample in zip(pool.processes, samples_of(role, safeguards), strict=True)
-        ],
-        running=[trace.summary() for trace in log.running.values()],
+        instances=[(role, sample) for role in by_role for sample in samples_of(role, safeguards)],
+        running=[summary() for summary in log.running.values()],
         ended=log.ended,
         changes=tuple(resizer.recent) if resizer is not None else (),
     )

@@ -10,7 +10,7 @@ since, as if each had emitted its tokens evenly; later ones from what the runnin
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -76,8 +76,7 @@ class Reading:
     router: Json
     """Its totals and what it serves, as they are shown."""
     pools: Mapping[Role, PoolReading]
-    instances: Sequence[tuple[Role, str, InstanceSample, str]]
-    """Role, address, sample, and why it is not picked; empty: it may be."""
+    instances: Sequence[tuple[Role, InstanceSample]]
     running: Sequence[RequestSummary]
     """The oldest first."""
     ended: Sequence[RequestSummary]
@@ -217,7 +216,8 @@ class LiveState:
             "reason": request.reason,
         }
         if not request.outcome:
-            return {**shown, "stage": _stage(request)}
+            *_, (stage, _) = _begun_stages(request)
+            return {**shown, "stage": stage}
         stages = [[name, _ms(seconds)] for name, seconds in stages_of(request)]
         shown |= {"outcome": request.outcome, "error": request.error, "stages": stages}
         shown["total_ms"] = _ms(request.last_s - request.received_s)
@@ -235,14 +235,14 @@ class LiveState:
         hit_rates = _hit_rates(_since(reading.ended, reading.now_s - _HIT_RATE_S))
         before, self._counted = self._counted, {}
         shown: Json = {}
-        for role, address, sample, out in sorted(reading.instances, key=lambda one: (one[0], _natural(one[2].name))):
-            if address in shown and sample.state == "foreign":
+        for role, sample in sorted(reading.instances, key=lambda one: (one[0], _natural(one[1].name))):
+            if sample.address in shown and sample.state == "foreign":
                 continue  # one that is given for both pools is shown in its own
             instance: Json = {"name": sample.name, "role": role, "state": sample.state}
             if sample.is_ejected:
                 instance["state"] = "ejected"
-            if out:
-                instance["out"] = out
+            if sample.out is not None:
+                instance["out"] = sample.out
             if _SILENT_S < sample.report_age_s < math.inf:
                 instance["silent_s"] = round(sample.report_age_s, 1)
             if sample.name in hit_rates:
@@ -255,7 +255,7 @@ class LiveState:
                     span_s, was = reading.now_s - self._last_s, before[view.key]
                     instance["prefill_tokens_per_s"] = round(max(counted[0] - was[0], 0) / span_s, 1)
                     instance["tokens_per_s"] = round(max(counted[1] - was[1], 0) / span_s, 1)
-            shown[address] = instance
+            shown[sample.address] = instance
         return shown
 
     def _decisions(self, reading: Reading) -> Json:
@@ -289,10 +289,6 @@ def _begun_stages(request: RequestSummary) -> Iterator[tuple[str, float]]:
         if event is RequestEvent.PICKED and following_event is not RequestEvent.KV_RESERVED:
             name = "prefill"
         yield name, at_s
-
-
-def _stage(request: RequestSummary) -> str:
-    return deque((name for name, _ in _begun_stages(request)), maxlen=1).pop()
 
 
 def _since(ended: Sequence[RequestSummary], since_s: float) -> list[RequestSummary]:
@@ -392,7 +388,7 @@ def _pool(pool: PoolReading) -> Json:
             shown |= {"desired": status.decision.desired, "hold": status.decision.hold or ""}
         if status.failure is not None:
             shown["hold"] = "no_answer"
-        shown["reason"] = status.failure or (status.decision.reason if status.decision else "no observation yet")
+        shown["reason"] = status.reason
     return shown
 
 

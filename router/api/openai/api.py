@@ -127,7 +127,6 @@ class OpenAIApi:
     service: GenerationService
     limits: HttpLimits
     registry: CollectorRegistry
-    is_serving: Callable[[], bool]
     authorizer: Authorizer | None
     """None admits every caller; /health and /openapi.json are open in any case."""
     allowed_origins: Sequence[str] = ()
@@ -273,7 +272,7 @@ class OpenAIApi:
 
     async def health(self) -> Response:
         """200 while a request could be served; 503 otherwise, also while the router drains."""
-        if self.is_serving():
+        if self.limits.is_serving():
             return PlainTextResponse("serving\n")
         headers = {"retry-after": "1", "connection": "close"}
         return PlainTextResponse("not serving\n", status.HTTP_503_SERVICE_UNAVAILABLE, headers)

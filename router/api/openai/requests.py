@@ -145,7 +145,6 @@ class Body(StrictModel, ABC):
 class RequestBody(Body):
     """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
 
-    default_max_tokens: ClassVar[int | None] = None
     ignored: ClassVar = frozenset({
         "include_reasoning", "metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
         "service_tier", "store", "user",
@@ -210,8 +209,6 @@ class RequestBody(Body):
 
     def sampling(self) -> common_pb2.SamplingParams:
         given = {name: getattr(self, name) for name in _SAMPLING}  # None leaves a field unset
-        if self.max_tokens is None:
-            given["max_tokens"] = self.default_max_tokens
         if self.allowed_token_ids is not None:
             given["allowed_token_ids"] = common_pb2.TokenIds(ids=self.allowed_token_ids)
         for _, field, value in self._constraints():
@@ -320,12 +317,12 @@ def _is_int64(value: object) -> bool:
 class CompletionBody(RequestBody):
     """The body of /v1/completions."""
 
-    default_max_tokens: ClassVar[int | None] = 16
     renamed: ClassVar = {"token_ids": "prompt", "session": "prompt_cache_key", "prompt_logprobs": "logprobs"}
 
     prompt: Annotated[
         list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[Int64] | list[list[Int64]])
     ]
+    max_tokens: Int64 | None = 16
     logprobs: Int64 | None = None
     echo: bool = False
     best_of: Int64 | None = None

@@ -188,7 +188,7 @@ class CompletionFormat(Format[CompletionBody]):
         return len(self.body.prompt)
 
     def offset(self, num_chars: int, call: RequestHandler) -> TextOffset:
-        if self.body.logprobs is None or call.request is None:
+        if self.body.logprobs is None:
             return TextOffset(num_chars)
         params = call.request.params
         options = {"skip_special_tokens": params.skip_special_tokens, "is_constrained": params.is_constrained}

@@ -13,7 +13,6 @@ from engine.core.messages import StepCost
 from router.admission.capacity import (
     Capacity,
     Charge,
-    ExternalLoad,
     ExternalLoadEstimator,
     Limits,
     Usage,
@@ -67,7 +66,7 @@ def test_capacity_follows_the_pools() -> None:
 def test_what_one_instance_does_not_tell_bounds_nothing() -> None:
     capacity = capacity_of([view("a"), view("b", max_num_seqs=0, num_blocks=0)], [])
     assert capacity.num_sequences is None
-    limits = limits_of(capacity, ExternalLoad(), AdmissionSettings())
+    limits = limits_of(capacity, Usage(), AdmissionSettings())
     assert math.isinf(limits.num_sequences)
     assert math.isinf(limits.num_blocks)
 
@@ -92,25 +91,25 @@ def test_used_is_what_the_reports_say_corrected_by_what_is_on_its_way() -> None:
 
 def test_a_router_alone_has_all_the_sequences_whatever_the_reports_say() -> None:
     settings = AdmissionSettings(sequence_fraction=1.0)
-    limits = limits_of(Capacity(1, num_sequences=16), ExternalLoad(num_sequences=10), settings)
+    limits = limits_of(Capacity(1, num_sequences=16), Usage(num_sequences=10), settings)
     assert limits.num_sequences == 16
 
 
 def test_one_of_several_routers_takes_what_the_others_leave_and_is_sure_of_its_part() -> None:
     settings = AdmissionSettings(sequence_fraction=1.0)
     capacity = Capacity(1, num_sequences=16)
-    assert limits_of(capacity, ExternalLoad(), settings, 4).num_sequences == 16
-    assert limits_of(capacity, ExternalLoad(num_sequences=6), settings, 4).num_sequences == 10
-    assert limits_of(capacity, ExternalLoad(num_sequences=16), settings, 4).num_sequences == 4
+    assert limits_of(capacity, Usage(), settings, 4).num_sequences == 16
+    assert limits_of(capacity, Usage(num_sequences=6), settings, 4).num_sequences == 10
+    assert limits_of(capacity, Usage(num_sequences=16), settings, 4).num_sequences == 4
 
 
 def test_one_of_several_routers_may_have_prompts_for_the_steps_that_the_others_leave() -> None:
     settings = AdmissionSettings(prefill_steps=4)
     capacity = Capacity(1, num_batched_tokens=100)
     for num_external, num_left in ((0, 400), (150, 250), (390, 100), (1000, 100)):
-        limits = limits_of(capacity, ExternalLoad(num_prefill_tokens=num_external), settings, 4)
+        limits = limits_of(capacity, Usage(num_prefill_tokens=num_external), settings, 4)
         assert limits.num_prefill_tokens == num_left
-    assert limits_of(capacity, ExternalLoad(num_prefill_tokens=1000), settings).num_prefill_tokens == 400
+    assert limits_of(capacity, Usage(num_prefill_tokens=1000), settings).num_prefill_tokens == 400
 
 
 COST = StepCost(0.004, 0.001, 0.0002)
@@ -128,28 +127,30 @@ def test_prompts_to_compute_are_those_of_the_prefilling_instances_sent_ones_too_
 
 def test_blocks_used_beyond_the_expected_lower_the_limit_but_not_below_half() -> None:
     capacity = Capacity(1, num_blocks=100)
-    assert limits_of(capacity, ExternalLoad(num_blocks=30), AdmissionSettings()).num_blocks == 70
-    assert limits_of(capacity, ExternalLoad(num_blocks=90), AdmissionSettings()).num_blocks == 50
+    assert limits_of(capacity, Usage(num_blocks=30), AdmissionSettings()).num_blocks == 70
+    assert limits_of(capacity, Usage(num_blocks=90), AdmissionSettings()).num_blocks == 50
 
 
 def test_foreign_load_counts_only_as_far_as_it_lasts() -> None:
     external, capacity = ExternalLoadEstimator(), Capacity(1, used_sequences=10, used_prefill_tokens=100)
 
-    def observed(num_own: int, now_s: float) -> ExternalLoad:
+    def observed(num_own: int, now_s: float) -> Usage:
         own = Usage(num_sequences=num_own, num_prefill_tokens=10 * num_own)
         return external.observe(capacity, own, now_s)
 
-    assert observed(10, 0.0) == ExternalLoad()
-    assert observed(4, 0.3) == ExternalLoad(), "six may have ended since the report"
-    assert observed(7, 1.2) == ExternalLoad(3, 0, 30), "three were there all the second"
-    assert observed(10, 1.3) == ExternalLoad()
+    assert observed(10, 0.0) == Usage()
+    assert observed(4, 0.3) == Usage(), "six may have ended since the report"
+    assert observed(7, 1.2) == Usage(num_sequences=3, num_prefill_tokens=30), "three were there all the second"
+    assert observed(10, 1.3) == Usage()
 
 
 def test_a_first_sample_is_foreign_load_where_the_router_itself_has_had_none() -> None:
     for idle_s, num_external in ((0.5, 0), (2.0, 10)):
         external, capacity = ExternalLoadEstimator(), Capacity(1, used_sequences=10)
-        assert external.observe(capacity, Usage(), 0.0, idle_s) == ExternalLoad(num_external)
-        assert external.observe(capacity, Usage(), 5.0, idle_s) == ExternalLoad(num_external), "the window is empty"
+        assert external.observe(capacity, Usage(), 0.0, idle_s) == Usage(num_sequences=num_external)
+        assert external.observe(capacity, Usage(), 5.0, idle_s) == Usage(num_sequences=num_external), (
+            "the window is empty"
+        )
 
 
 @pytest.mark.parametrize(

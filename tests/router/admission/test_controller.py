@@ -90,9 +90,7 @@ async def test_prompts_past_their_ttft_keep_no_other_from_being_admitted() -> No
     await asyncio.sleep(0.4)
     assert rig.inside == ["a"]
     rig.capacity = replace(capacity, puts_late_last=True)
-    async with asyncio.timeout(GUARD_S):
-        while rig.inside != ["a", "b"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.inside == ["a", "b"])
     await rig.finish("a")
     await rig.close()
 
@@ -103,9 +101,7 @@ async def test_room_that_an_instance_brings_is_used() -> None:
         await rig.arrive(name)
     assert rig.inside == ["a"]
     rig.capacity = Capacity(num_instances=2, num_sequences=2)
-    async with asyncio.timeout(GUARD_S):
-        while rig.inside != ["a", "b"]:
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.inside == ["a", "b"])
     await rig.close()
 
 
@@ -334,7 +330,7 @@ async def test_a_pause_counts_against_no_instance_and_is_no_resumption_that_is_l
         ]
         assert rig.app.admission.num_paused >= 2
         key = rig.app.pools.decode.views()[0].key
-        assert rig.app.safeguards.decode.ejected_s(key) is None
+        assert rig.app.safeguards.outliers["decode"].ejected_s(key) is None
 
 
 async def test_a_paused_stream_goes_on_where_a_slot_is_free(run: Run) -> None:

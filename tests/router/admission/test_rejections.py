@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from router.admission.capacity import Capacity, Usage
-from router.admission.controller import AdmissionController
-from router.admission.running_clock import RunningClock
+from router.admission.controller import AdmissionController, RunningClock
 from router.admission.settings import AdmissionSettings, TenantSettings
 from router.request.generation_request import GenerationRequest
 from serving.errors import Overloaded, trailers

@@ -106,7 +106,7 @@ async def test_an_ejected_instance_is_listed_and_explained_as_such(run: Run) -> 
     async with operator(run, decode=decode, ejection={"failures": 1}) as (rig, stub):
         views = rig.app.pools.decode.views()
         (bad,) = [view.key for view in views if view.instance_id == "bad"]
-        rig.app.safeguards.decode.failed(bad, views)
+        rig.app.safeguards.outliers["decode"].failed(bad, views)
         listed = (await stub.ListPools(pools_pb2.ListPoolsRequest(), timeout=TIMEOUT_S)).instances
         assert {one.instance_id: one.out.partition(" for")[0] for one in listed if one.load.sequence} == {
             "bad": "ejected",
@@ -125,8 +125,8 @@ async def test_an_ejected_instance_that_is_the_last_one_is_explained_as_it_is_us
     async with operator(run, decode=decode, ejection={"failures": 1, "ejection_s": 1000.0}) as (rig, stub):
         views = rig.app.pools.decode.views()
         (bad,) = [view.key for view in views if view.instance_id == "bad"]
-        rig.app.safeguards.decode.failed(bad, views)
-        assert rig.app.safeguards.decode.ejected_s(bad) is not None
+        rig.app.safeguards.outliers["decode"].failed(bad, views)
+        assert rig.app.safeguards.outliers["decode"].ejected_s(bad) is not None
         await decode[1].kill()
         await until(lambda: rig.app.pools.decode.num_ready() == 1)
         answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)

@@ -26,8 +26,8 @@ from serving.channel import open_channel
 from serving.limits import LARGE_BYTES
 from tandem.local_stack.topology import free_ports
 from tests.channels import PATIENT
-from tests.router.autoscaler.test_router_signals import until
 from tests.router.rig import SHORT, TIMEOUT_S, running, settings_of
+from tests.waiting import until
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 JSON = {"content-type": "application/json"}
@@ -65,7 +65,7 @@ async def two_routers(
             if both_serve:
                 await until(lambda: all(len(app._endpoints()) == len(HOSTS) for app in apps))
             else:
-                await until(lambda: all(app.peers and len(app.peers.hosts) == len(HOSTS) for app in apps))
+                await until(lambda: all(len(app.peers.hosts) == len(HOSTS) for app in apps))
             yield {str(app.http_address): app for app in apps}
         finally:
             await second.stop()
@@ -204,7 +204,7 @@ async def test_a_router_that_its_discovery_does_not_have_yet_is_picked_where_its
     own["endpoint_picker"]["listen"] = f"{listen}:{picker}"
     own["server"] = {"drain_accept_s": 0.0, "drain_grace_s": 2.0, "allow_plaintext": True}
     async with running(model, model_folder, prefill=0, decode=1, **own) as rig:
-        await until(lambda: rig.app._is_serving)
+        await until(rig.app.is_serving)
         assert [one.address for one in rig.app._endpoints()] == [str(rig.app.http_address)] * is_known
         [answer] = await answers(rig.app, [headers(end=True)])
         assert answer.HasField("immediate_response") is not is_known

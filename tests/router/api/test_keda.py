@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.router.autoscaler.test_router_signals import second_router
 from tests.router.conftest import Run
 from tests.router.rig import TIMEOUT_S, Rig, request_of, slow
 from tests.router.rig import settings_of as router_settings
+from tests.waiting import until
 
 ACTIVE_S = 0.3
 SIGNALS = {"listen": "127.0.0.1:0", "interval_s": 0.05, "active_s": ACTIVE_S}
@@ -81,12 +82,6 @@ class Keda:
 async def scaler_of(app: Any) -> AsyncIterator[Keda]:
     async with open_channel(app.signals_address, PATIENT) as channel:
         yield Keda(channel)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -195,10 +190,10 @@ async def test_while_a_router_is_silent_the_size_stays_unless_growth_is_demanded
         run(decode=busy, signals=SIGNALS) as rig,
         with_a_starting_pod(rig, model, model_folder, routers=rig.app.signals_address) as (app, scaler),
     ):
-        await until(lambda: app.peers and app.peers.signals())
+        await until(app.peers.signals)
         await scaler.until_wanted(1)
         await rig.app.stop()
-        await until(lambda: app.peers and app.peers.num_silent)
+        await until(lambda: app.peers.num_silent)
         refused = await scaler.refusal("decode", "tandem-decode-instances")
         assert refused.code() == grpc.StatusCode.UNAVAILABLE
         assert "the size of the decode pool should stay: 1 routers do not answer" in str(refused.details())
@@ -257,8 +252,7 @@ async def test_another_routers_requests_count_and_a_silent_router_may_have_some(
 ) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05))
     async with run(decode=[decode], signals=SIGNALS) as rig, second_router(rig, model, model_folder) as second:
-        assert second.peers is not None
-        await until(lambda: second.peers and second.peers.signals())
+        await until(second.peers.signals)
         async with scaler_of(second) as scaler:
             assert not await scaler.is_active()
             asking = asyncio.create_task(rig.generate(max_tokens=20))
@@ -268,7 +262,7 @@ async def test_another_routers_requests_count_and_a_silent_router_may_have_some(
                         break
             await asking
             await rig.app.stop()
-            await until(lambda: second.peers and second.peers.num_silent)
+            await until(lambda: second.peers.num_silent)
             assert await scaler.is_active()
 
 
@@ -340,7 +334,6 @@ async def test_the_wait_counts_towards_the_deadline(run: Run) -> None:
         await asyncio.sleep(0.2)
         await decode.restart()
         await asking
-        assert handler.request is not None
         assert (handler.request.deadline_s or 0.0) <= held_s + 30.0
 
 

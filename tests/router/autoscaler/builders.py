@@ -44,12 +44,12 @@ def instance(
     identity, throughput = Identity(block_size=BLOCK_SIZE), ThroughputEstimate(speed, num_recent_computed=num_recent)
     info = InstanceInfo(name, name, None, name, identity, num_blocks=NUM_BLOCKS, max_num_seqs=num_seqs)
     view = InstanceView(InstanceKey(name, name), info, load, out=out, throughput=throughput, up_s=up_s)
-    return InstanceSample(name, state, report_age_s, view)
+    return InstanceSample(name, state, report_age_s, view, name, out)
 
 
 def starting(name: str = "new") -> InstanceSample:
     """An instance that has not reported yet."""
-    return InstanceSample(name, "connecting", math.inf, None)
+    return InstanceSample(name, "connecting", math.inf, None, name, "connecting")
 
 
 def pool(

@@ -33,7 +33,7 @@ def decided(samples: Sequence[InstanceSample], min_ready_s: float = 0.0, **seen:
     """`seen` as `pool` takes it."""
     policy = POLICY.model_copy(update={"min_ready_s": min_ready_s})
     counts = counts_of(samples, policy)
-    return decide_now(pool(*samples, size=counts.num_ready, policy=policy, **seen), policy, counts.num_present)
+    return decide_now(pool(*samples, size=counts.num_ready, policy=policy, **seen), policy)
 
 
 def running(*loads: int) -> list[InstanceSample]:
@@ -110,7 +110,7 @@ def test_the_demanded_size_is_within_the_bounds_of_its_pool(
     samples: list[InstanceSample], bounds: dict[str, int], size: int
 ) -> None:
     policy = DecodePolicy(**{"max_size": 64} | bounds)
-    decision = decide_now(pool(*samples, policy=policy), policy, len(samples))
+    decision = decide_now(pool(*samples, policy=policy), policy)
     assert (decision.new_size, decision.size) == (size, len(samples))
 
 
@@ -155,7 +155,7 @@ def test_a_latency_that_a_pool_meets_does_not_make_it_grow_during_a_rollout() ->
     samples = [*running(3), *young(3)]
     counts = counts_of(samples, policy)
     seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=0.04)
-    assert decide_now(seen, policy, counts.num_present).new_size == 1
+    assert decide_now(seen, policy).new_size == 1
 
 
 def test_a_latency_that_a_pool_misses_makes_it_grow_once_for_the_instances_whose_latency_it_is() -> None:
@@ -163,7 +163,7 @@ def test_a_latency_that_a_pool_misses_makes_it_grow_once_for_the_instances_whose
     for samples in ([*running(3, 3, 3, 3)], [*running(3, 3, 3, 3), *young(1, 1)]):
         counts = counts_of(samples, policy)
         seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=0.075)
-        assert decide_now(seen, policy, counts.num_present).new_size == 6
+        assert decide_now(seen, policy).new_size == 6
 
 
 def test_the_larger_of_both_demands_counts_also_while_some_are_young() -> None:
@@ -176,7 +176,7 @@ def test_the_larger_of_both_demands_counts_also_while_some_are_young() -> None:
     ):
         counts = counts_of(samples, policy)
         seen = pool(*samples, size=counts.num_ready, policy=policy, latency_s=latency_s)
-        assert decide_now(seen, policy, counts.num_present).new_size == size
+        assert decide_now(seen, policy).new_size == size
 
 
 @dataclass

@@ -388,7 +388,7 @@ def test_what_has_no_room_is_ordered_once_and_again_when_there_is_some() -> None
         await asyncio.sleep(30 * 60)
         assert owner.resizes == []
         status = scaler.statuses["decode"]
-        assert "0/3 nodes are available" in status.to_wire(now()).reason
+        assert "0/3 nodes are available" in status.reason
         assert status.holds["no_room"] > 0
         owner.lack = None
         await asyncio.sleep(60)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.capacity import Charge, ExternalLoad, Limits, limits_of
+from router.admission.capacity import Charge, Limits, Usage, limits_of
 from router.admission.controller import AdmissionController
 from router.admission.fair_queue import Entry, ServiceRate
 from router.admission.settings import AdmissionSettings, TenantSettings
@@ -54,6 +54,7 @@ from tests.router.autoscaler.builders import (
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, Rig, request_of, slow
 from tests.router.rig import settings_of as router_settings
+from tests.waiting import until
 
 REPORTED = (
     *("num_waiting", "num_running", "num_loading", "num_waiting_tokens"),
@@ -124,7 +125,8 @@ def test_instances_that_end_count_whatever_the_others_report() -> None:
 def test_processes_that_end_are_neither_ready_nor_present() -> None:
     ending = [instance("d", state="draining"), instance("e", state="leaving")]
     samples = [instance("a"), instance("b", up_s=1.0), starting("c"), *ending]
-    assert counts_of(samples, policy_of()) == ProcessCounts(num_ready=1, num_present=3, num_ending=2)
+    assert counts_of(samples, policy_of()) == ProcessCounts(num_ready=1, num_ending=2)
+    assert pool(*samples).num_present == 3
 
 
 @pytest.mark.parametrize("num_waiting", [0, -3], ids=["valid", "nonsense"])
@@ -260,7 +262,7 @@ def test_whatever_an_instance_tells_a_look_is_sane_or_says_what_is_wrong(
 def observer_of(rig: Rig, **fields: Any) -> Observer:
     settings = settings_of(min_samples=1, **fields)
     rig.app.service.metrics.recent = RecentLatencies(settings)
-    return Observer(rig.app.safeguards, rig.app.admission, rig.app.service.metrics.recent, settings)
+    return Observer(rig.app.safeguards, rig.app.admission, rig.app.service.metrics.recent, settings, rig.app.peers)
 
 
 def idle(name: str) -> FakeInstance:
@@ -401,7 +403,7 @@ async def test_queued_prompts_wait_for_the_pool_that_computes_them(
     run: Run, num_prefill: int, mode: str, role: str
 ) -> None:
     async with run(prefill=num_prefill, disaggregation={"mode": mode}) as rig:
-        limits = limits_of(rig.app.admission.capacity(), ExternalLoad(), AdmissionSettings())
+        limits = limits_of(rig.app.admission.capacity(), Usage(), AdmissionSettings())
         admission = admission_of(Charge(1, 150, 10, 100), replace(limits, num_prefill_tokens=100))
         assert lacking_pool(admission) == role
 
@@ -426,9 +428,7 @@ async def test_queued_requests_wait_for_the_pool_that_is_lacking_alone(run: Run)
         observer = observer_of(rig, **COLD_NEVER)
         assert queue_of(rig.app.admission) == EMPTY_QUEUE
         running = [asyncio.create_task(rig.generate(max_tokens=40)) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while not rig.app.admission.num_queued:
-                await asyncio.sleep(0.01)
+        await until(lambda: rig.app.admission.num_queued)
         observations = observer.observe({"prefill": 1, "decode": 1})
         assert observations["decode"].queue.num_queued == 1
         assert observations["decode"].queue.delay_s is None  # nothing has ended yet
@@ -446,9 +446,7 @@ async def test_the_queue_delay_is_known_once_the_rate_is(run: Run) -> None:
     async with run(decode=[decode], admission={"sequence_fraction": 1.0, "queue_timeout_s": 60.0}) as rig:
         await rig.generate(max_tokens=4)
         running = [asyncio.create_task(rig.generate(max_tokens=20)) for _ in range(3)]
-        async with asyncio.timeout(20):
-            while rig.app.admission.num_queued < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: rig.app.admission.num_queued >= 2)
         observation = queue_of(rig.app.admission)
         assert isinstance(observation, QueueSample)
         assert observation.delay_s is not None
@@ -481,11 +479,10 @@ async def test_a_router_whose_stack_is_gone_runs_and_says_so(
     model: ServedModel, model_folder: Any, tmp_path: Any
 ) -> None:
     async with scaling(model, model_folder, f"unix:{tmp_path}/absent") as app:
-        assert app.autoscaler is not None
-        async with asyncio.timeout(20):
-            while app.autoscaler.num_failures < 2:
-                await asyncio.sleep(0.01)
-        status = app.autoscaler.to_wire("decode")
+        scaler = app.autoscaler
+        assert scaler is not None
+        await until(lambda: scaler.num_failures >= 2)
+        status = scaler.to_wire("decode")
         assert not status.leads
         assert "stack" in status.reason
         assert (status.min_size, status.max_size) == (1, 8)

@@ -104,9 +104,7 @@ async def test_the_least_loaded_go_and_the_router_follows(run: Run) -> None:
     async with owned(run, num_decode=3) as stack:
         stack.rig.decode[0].behaviour.num_running = 1
         stack.rig.decode[2].behaviour.num_running = 4
-        async with asyncio.timeout(20):
-            while sum(view.load.num_running for view in stack.rig.app.pools.decode.views()) != 5:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(view.load.num_running for view in stack.rig.app.pools.decode.views()) == 5)
         [change] = await stack.resizer.resize({"decode": 1}, cause="autoscaler", reason="idle for an hour")
         assert (change.previous_size, change.size, change.cause) == (3, 1, "autoscaler")
         assert stack.decode_names() == ["decode-2"]

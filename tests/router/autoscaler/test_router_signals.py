@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from router.pools.instance_info import InstanceView, Role
 from router.pools.throughput import Work
 from router.request.choice_state import Choice
 from router.request.generation_request import GenerationRequest
-from router.request.request_log import TokenGaps
+from router.request.request_log import RequestSummary, TokenGaps
 from router.request.validation import ServedModel
 from serving.channel import open_channel
 from serving.logging import RequestEvent
@@ -52,6 +52,7 @@ from tests.router.autoscaler.builders import instance, policy_of, settings_of
 from tests.router.conftest import Run
 from tests.router.rig import Rig, slow
 from tests.router.rig import settings_of as router_settings
+from tests.waiting import until
 
 LISTENING: dict[str, Any] = {"listen": "127.0.0.1:0", "interval_s": 0.05}
 SIZES: dict[Role, int] = {"prefill": 1, "decode": 1}
@@ -78,12 +79,6 @@ async def peers_of(own_id: str, discovery: ServiceDiscovery) -> AsyncIterator[Pe
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def observer_of(app: RouterApp) -> Observer:
@@ -128,12 +123,11 @@ async def test_while_a_router_is_silent_nothing_shrinks_and_others_still_grow(
         run(decode=[decode], signals=LISTENING) as rig,
         second_router(rig, model, model_folder) as second,
     ):
-        assert second.peers is not None
         observer = observer_of(second)
         await until(second.pools.decode.num_ready)
         await until(lambda: demand_of(observer.observe(SIZES)["decode"], policy_of()).num_enough == 0)
         await rig.app.stop()
-        await until(lambda: second.peers and second.peers.num_silent == 1)
+        await until(lambda: second.peers.num_silent == 1)
         demand = demand_of(observer.observe(SIZES)["decode"], policy_of())
         assert demand.num_enough is None
         assert "1 routers do not answer" in demand.enough_for
@@ -155,16 +149,14 @@ async def test_the_queue_and_the_latencies_of_a_silent_router_count_no_more(
         await until(lambda: observer.observe(SIZES)["decode"].queue.num_queued == 2)
         await rig.app.stop()
         await asyncio.gather(*running, return_exceptions=True)
-        await until(lambda: second.peers and second.peers.num_silent == 1)
-        assert second.peers is not None
+        await until(lambda: second.peers.num_silent == 1)
         assert second.peers.signals() == []
         assert observer.observe(SIZES)["decode"].queue == EMPTY_QUEUE
 
 
 async def test_each_router_counts_all_of_them_once(run: Run, model: ServedModel, model_folder: Path) -> None:
     async with run(signals=LISTENING) as rig, second_router(rig, model, model_folder) as second:
-        assert second.peers is not None
-        await until(lambda: second.peers and second.peers.num_routers == 2)  # it is not in its own list
+        await until(lambda: second.peers.num_routers == 2)  # it is not in its own list
         first, other = rig.app.signals_address, second.signals_address
         assert first is not None
         assert other is not None
@@ -340,10 +332,11 @@ def test_a_request_that_touched_an_instance_still_warming_up_does_not_count(
     choice = Choice(request, 0)
     trace.picked(plan(decode_up_s, prefill_up_s))
     trace.first_token()
-    trace.validated(request, [choice])
+    trace.request = request
+    trace.validated([choice])
     for index in range(11):
         choice.accept(common_pb2.TokenChunk(token_index=index, token_ids=[7]))
-    trace.ended(RequestEvent.FINISHED, request, 11)
+    trace.ended(RequestEvent.FINISHED)
     assert (metrics.recent.of("prefill") is not None) == counts
     assert (metrics.recent.of("decode") is not None) == counts
     assert metrics.ended["finished"] == 1
@@ -356,7 +349,9 @@ def test_itl_is_the_gap_after_the_first_token() -> None:
     start_s = trace.timeline.marks[0][1]
     trace.timeline.mark(RequestEvent.FIRST_TOKEN, start_s + 5.0)
     trace.timeline.mark(RequestEvent.FINISHED, start_s + 6.0)
-    metrics.request_ended("finished", trace.timeline, "local", gaps=TokenGaps(1.0, 10), num_prompt=5, num_output=11)
+    gaps = TokenGaps(1.0, 10)
+    summary = RequestSummary(1, "label", tuple(trace.timeline.marks), num_tokens=11, gaps=gaps, outcome="finished")
+    metrics.request_ended(summary, trace.timeline, "local")
     assert recent.of("decode") == pytest.approx(0.1)
 
 
@@ -376,7 +371,8 @@ def test_the_start_of_a_later_choice_is_no_gap() -> None:
     choices = [Choice(request, index) for index in range(4)]
     metrics = RouterMetrics(recent=RecentLatencies(settings_of(min_samples=1)))
     trace = RequestTrace(metrics)
-    trace.validated(request, choices)
+    trace.request = request
+    trace.validated(choices)
     trace.picked(plan(100.0, None))
     trace.first_token()
     for choice, start_s, num_tokens in zip(choices, (0.0, 0.5, 0.5, 0.5), (11, 6, 3, 1), strict=True):
@@ -384,7 +380,7 @@ def test_the_start_of_a_later_choice_is_no_gap() -> None:
         choice.now = iter([start_s + index * 0.1 for index in range(num_tokens)]).__next__
         for index in range(num_tokens):
             choice.accept(common_pb2.TokenChunk(stream_epoch=1, choice=choice.index, token_index=index, token_ids=[7]))
-    trace.ended(RequestEvent.FINISHED, request, 21)
+    trace.ended(RequestEvent.FINISHED)
     assert metrics.output_token["local"].count == 1
     assert metrics.output_token["local"].sum == pytest.approx(0.1)
     [sample] = metrics.recent.samples("decode")

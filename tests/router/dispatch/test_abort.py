@@ -307,9 +307,7 @@ async def test_a_client_that_does_not_read_is_ended(run: Run, caplog: pytest.Log
     caplog.set_level(logging.INFO)
     async with run(server={"write_timeout_s": 0.3}) as rig, deaf_client(rig) as call:
         await rig.prefill[0].until("prefill")
-        async with asyncio.timeout(20):
-            while rig.app.admission.in_use.num_requests:
-                await asyncio.sleep(0.02)
+        await until(lambda: not rig.app.admission.in_use.num_requests)
         await rig.until_idle()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in call:

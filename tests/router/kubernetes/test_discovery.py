@@ -14,6 +14,7 @@ from router.kubernetes.discovery import EndpointSliceDiscovery
 from tests.chart.fake_kube.kubelet import PaperRuntime
 from tests.chart.fake_kube.workloads import is_ready
 from tests.router.kubernetes.release import RIGHTS, FakeRelease, fake_release
+from tests.waiting import until
 
 HANG_S = 30.0
 
@@ -35,9 +36,7 @@ class Followed:
 
     async def until(self, addresses: set[str]) -> None:
         """Returns when it has yielded this set, and watches."""
-        async with asyncio.timeout(HANG_S):
-            while self.now != addresses or not self._found.kube.num_watches:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.now == addresses and self._found.kube.num_watches, HANG_S)
 
 
 @asynccontextmanager
@@ -160,9 +159,7 @@ async def test_a_server_that_is_gone_removes_no_pod_and_is_logged_once(
             fault = found.kube.order("list", "endpointslices", 500, times=None)
             found.kube.drop_watches()
             await resized(found, 5)
-            async with asyncio.timeout(HANG_S):
-                while fault.num_met < 5:
-                    await asyncio.sleep(0.01)
+            await until(lambda: fault.num_met >= 5, HANG_S)
             assert followed.now is not None
             assert len(followed.now) == 2
             found.kube.withdraw(fault)
@@ -175,8 +172,6 @@ async def test_a_server_that_is_gone_removes_no_pod_and_is_logged_once(
 async def test_a_missing_right_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="router.pools.discovery"):
         async with fake_release(rights=RIGHTS[:-1]) as found, following(found) as followed:
-            async with asyncio.timeout(HANG_S):
-                while 'cannot list resource "endpointslices"' not in caplog.text:
-                    await asyncio.sleep(0.01)
+            await until(lambda: 'cannot list resource "endpointslices"' in caplog.text, HANG_S)
             assert followed.now is None
     assert "docs/kubernetes/security.md" in caplog.text

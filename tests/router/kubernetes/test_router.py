@@ -158,9 +158,7 @@ async def test_the_autoscaler_leaves_the_sizes_while_kubernetes_fails(
         made.found.kube.drop_watches()
         autoscaler = made.rig.app.autoscaler
         assert autoscaler is not None
-        async with asyncio.timeout(HANG_S):
-            while autoscaler.num_failures < 2:
-                await asyncio.sleep(0.05)
+        await until(lambda: autoscaler.num_failures >= 2, HANG_S)
         assert not autoscaler.leads
         assert (await made.rig.generate()).is_exactly(12)
         assert made.found.size("decode") == 1

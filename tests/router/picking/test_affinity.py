@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from router.request.generation_request import GenerationRequest
 from tests.fakes.instance import FakeInstance
 from tests.router.conftest import Run
 from tests.router.rig import PROMPT, SHORT
+from tests.waiting import until
 
 A, B = InstanceKey("a", "1"), InstanceKey("b", "1")
 
@@ -156,15 +156,11 @@ async def test_what_an_instance_had_goes_with_its_process(run: Run) -> None:
         await rig.until_ready(num_decode=0)
         assert len(rig.app.affinity.index) > 0, "it may be back"
         await rig.decode[0].restart()
-        async with asyncio.timeout(20):
-            while len(rig.app.affinity.index):
-                await asyncio.sleep(0.01)
+        await until(lambda: not len(rig.app.affinity.index))
 
 
 async def _until_reported(views: Callable[[], Sequence[InstanceView]], fake: FakeInstance, *, num_waiting: int) -> None:
-    async with asyncio.timeout(20):
-        while not any(one.instance_id == fake.name and one.load.num_waiting == num_waiting for one in views()):
-            await asyncio.sleep(0.01)
+    await until(lambda: any(one.instance_id == fake.name and one.load.num_waiting == num_waiting for one in views()))
 
 
 # The index, against a linear scan over everything that was recorded

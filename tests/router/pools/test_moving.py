@@ -27,6 +27,7 @@ from tests.fakes.behaviour import FULL, Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.tokens import expected_ids
 from tests.router.conftest import Run
+from tests.router.failing import decodes
 from tests.router.pools.test_in_flight import Call
 from tests.router.rig import PROMPT, SEED, Rig
 from tests.waiting import until
@@ -90,10 +91,6 @@ async def test_the_calls_are_asked_to_move_at_intervals_however_many_reports_com
     num_asked = len(call.notified)
     assert 1 <= num_asked < 100
     await until(lambda: instance._observe(report) and len(call.notified) > num_asked)
-
-
-def decodes(*behaviours: Behaviour) -> list[FakeInstance]:
-    return [FakeInstance("decode", f"decode-{i}", behaviour=behaviour) for i, behaviour in enumerate(behaviours)]
 
 
 def slow(**fields: object) -> Behaviour:

@@ -19,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.app import RouterApp
+from router.autoscaler.observation import counts_of, samples_of
+from router.autoscaler.settings import DecodePolicy
 from router.pools.instance import UpstreamInstance
 from router.pools.settings import PoolSettings
 from serving.settings import parse_address
@@ -47,9 +49,7 @@ async def until_health(rig: Rig, wanted: str, timeout_s: float = 20.0) -> None:
 async def spread_of_a_burst(rig: Rig, fakes: list[FakeInstance], role: str, num_requests: int) -> list[int]:
     """The requests that each of the instances got, of a burst in which none ends."""
     calls = [rig.call(max_tokens=10) for _ in range(num_requests)]
-    async with asyncio.timeout(20):
-        while sum(len(fake.recorded(role)) for fake in fakes) < num_requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(len(fake.recorded(role)) for fake in fakes) >= num_requests)
     for call in calls:
         call.cancel()
     return [len(fake.recorded(role)) for fake in fakes]
@@ -100,9 +100,7 @@ async def test_an_instance_in_trouble_is_out_and_comes_back(run: Run, fault: str
             fake.behaviour.core_silence_s = 30
         await rig.until_ready(num_decode=1)
         if fault == "no beats":
-            async with asyncio.timeout(20):  # it is asked anew, and does not come back by an old report
-                while fake.num_watches < 2:
-                    await asyncio.sleep(0.01)
+            await until(lambda: fake.num_watches >= 2)  # it is asked anew, and does not come back by an old report
         assert (await rig.generate()).trailers["tandem-decode"] == "decode-1"
         fake.behaviour.beats, fake.behaviour.core_silence_s = True, 0.0
         fake.thaw()
@@ -236,11 +234,8 @@ async def test_a_port_that_connects_and_says_nothing_is_never_ready(run: Run) ->
         with socket.create_server(("127.0.0.1", 0)) as mute:
             address = f"127.0.0.1:{mute.getsockname()[1]}"
             async with beside(rig, decode=f"{rig.decode[0].address},{address}") as second:
-                async with asyncio.timeout(20):
-                    while {instance.address: instance.state for instance in second.app.pools.decode.instances}[
-                        address
-                    ] != "lost":
-                        await asyncio.sleep(0.01)
+                pool = second.app.pools.decode
+                await until(lambda: any((one.address, one.state) == (address, "lost") for one in pool.instances))
                 assert (await second.generate()).is_exactly(12)
 
 
@@ -271,9 +266,9 @@ async def test_an_instance_at_two_addresses_counts_once_to_its_end(run: Run) -> 
             def counts() -> tuple[int, int]:
                 """Instances that end, and those that stay."""
                 observed = second.app._observer.observe({"prefill": 0, "decode": 1})["decode"]
-                counted = second.app._scaler._counts("decode")
+                counted = counts_of([*samples_of("decode", second.app.safeguards)], DecodePolicy())
                 assert counted.num_ending == observed.num_ending
-                return counted.num_ending, counted.num_present
+                return counted.num_ending, observed.num_present
 
             await until(lambda: [one.state for one in pool.instances] == ["ready", "ready"])
             assert (counts(), pool.is_complete()) == ((0, 1), True)

@@ -27,7 +27,7 @@ STUCK: dict[str, Any] = {"reserve_s": 60}
 
 
 def ejected(rig: Rig) -> list[str]:
-    outliers = rig.app.safeguards.decode
+    outliers = rig.app.safeguards.outliers["decode"]
     return [view.info.instance_id for view in rig.app.pools.decode.views() if outliers.ejected_s(view.key) is not None]
 
 

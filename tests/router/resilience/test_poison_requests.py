@@ -359,9 +359,7 @@ def permit(permits: asyncio.Semaphore, num_tokens: int) -> None:
 
 
 async def _until_some_tokens(rig: Rig) -> None:
-    async with asyncio.timeout(20):
-        while sum(len(fake.recorded("token")) for fake in rig.decode) < 100:
-            await asyncio.sleep(0.005)
+    await until(lambda: sum(len(fake.recorded("token")) for fake in rig.decode) >= 100)
 
 
 @pytest.mark.parametrize("num_decode", [3, 5])

@@ -77,9 +77,7 @@ async def test_a_router_that_is_behind_reads_the_end_of_a_stream_whose_last_inst
         asked = asyncio.create_task(rig.generate(max_tokens=30))
         decode = rig.decode[0]
         await decode.until("decode")
-        async with asyncio.timeout(20):
-            while decode.is_busy:  # until it has said everything
-                await asyncio.sleep(0.001)
+        await until(lambda: not decode.is_busy)  # it has said everything
         await decode.kill()
         await rig.until_ready(num_decode=0)
         has_left.set()

@@ -308,7 +308,7 @@ async def test_a_token_of_a_call_ends_a_row_of_failures(run: Run) -> None:
     clock = Clock()
     choice = Choice(GenerationRequest("l", "r", "m", (1,), SamplingParams(max_tokens=1)), 0)
     async with run(prefill=0, decode=2) as rig:
-        rig.app.safeguards.decode._clock = clock
+        rig.app.safeguards.outliers["decode"]._clock = clock
         key = rig.app.pools.decode.views()[0].key
 
         def fail(guard: Guard, times: int) -> bool:
@@ -316,7 +316,7 @@ async def test_a_token_of_a_call_ends_a_row_of_failures(run: Run) -> None:
                 clock.now_s += 1.0
                 guard.computing(key, "decode")
                 guard.failed(CallFailed(key, "decode", "broken", Unavailable("gone"), ""))
-            return rig.app.safeguards.decode.ejected_s(key) is not None
+            return rig.app.safeguards.outliers["decode"].ejected_s(key) is not None
 
         with Guard(rig.app.safeguards, choice) as guard:
             assert not fail(guard, 4)
@@ -379,8 +379,8 @@ async def test_a_process_that_has_left_its_pool_counts_for_the_pool_that_was_cal
         safeguards = rig.app.safeguards
         with Guard(safeguards, choice) as guard:
             guard.failed(CallFailed(gone, "prefill", "broken", Unavailable("gone"), "", death="crashed"))
-        assert safeguards.prefill.ejected_s(gone) is not None
-        assert safeguards.decode.ejected_s(gone) is None
+        assert safeguards.outliers["prefill"].ejected_s(gone) is not None
+        assert safeguards.outliers["decode"].ejected_s(gone) is None
         assert safeguards.is_gone(gone)
         [decode], [prefill] = rig.app.pools.decode.views(), rig.app.pools.prefill.views()
         assert not safeguards.is_gone(decode.key)

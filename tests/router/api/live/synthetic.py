@@ -25,7 +25,9 @@ from router.api.openai.exchange import HttpLimits
 from router.api.openai.server import HttpServer, HttpSettings
 from router.autoscaler.decide import ScaleDecision
 from router.autoscaler.loop import PoolStatus
+from router.autoscaler.observation import InstanceSample
 from router.autoscaler.settings import DecodePolicy, PrefillPolicy
+from router.pools.instance_info import Role
 from router.pools.throughput import ThroughputEstimate
 from router.request.request_log import MAX_ENDED, NO_GAPS, RequestSummary, TokenGaps
 from serving.limits import AbuseLimits, OpenCalls
@@ -177,9 +179,10 @@ class Synthetic:
             self.epoch,
         )
 
-    def _instances(self, num_prefill: int, now_s: float) -> Iterator[tuple[Any, str, Any, str]]:
+    def _instances(self, num_prefill: int, now_s: float) -> Iterator[tuple[Role, InstanceSample]]:
         rng = random.Random(int(now_s))
         for index in range(self.num_instances):
+            role: Role
             role, place = ("prefill", index) if index < num_prefill else ("decode", index - num_prefill)
             used, cached = rng.randint(100, 700), rng.randint(50, 250)
             sample = instance(
@@ -198,11 +201,11 @@ class Synthetic:
             identity = dataclasses.replace(view.info.identity, block_size=16)
             info = dataclasses.replace(view.info, identity=identity, bytes_per_block=1_835_008, kv_connector="nixl")
             speed = ThroughputEstimate(prefill_per_s=9000.0 + 31 * place, hand_over_per_s=18_000.0 + 97 * place)
-            sample = sample._replace(view=dataclasses.replace(view, info=info, throughput=speed))
-            is_draining = role == "decode" and place == 3
-            if is_draining:
-                sample = sample._replace(state="draining")
-            yield role, f"10.0.{index // 20}.{index % 20 + 10}:50051", sample, "draining" if is_draining else ""
+            view = dataclasses.replace(view, info=info, throughput=speed)
+            sample = sample._replace(view=view, address=f"10.0.{index // 20}.{index % 20 + 10}:50051")
+            if role == "decode" and place == 3:
+                sample = sample._replace(state="draining", out="draining")
+            yield role, sample
 
 
 @asynccontextmanager

@@ -196,10 +196,7 @@ class Hostile(Synthetic):
             router={**reading.router, "model": self.markup},
             running=[hostile(one) for one in reading.running],
             ended=deque(hostile(one) for one in reading.ended),
-            instances=[
-                (role, address, sample._replace(name=self.markup), out)
-                for role, address, sample, out in reading.instances
-            ],
+            instances=[(role, sample._replace(name=self.markup)) for role, sample in reading.instances],
             changes=[Change("decode", 1, 2, "operator", self.markup, reading.now_s)],
         )
 

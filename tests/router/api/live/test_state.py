@@ -142,7 +142,7 @@ async def test_a_request_that_one_instance_computes_is_prefilled_and_decoded_the
         permits = rig.decode[0].behaviour.permits = asyncio.Semaphore(0)
 
         def stages() -> list[str]:
-            state = LiveState().next(reading(200.0, running=[one.summary() for one in log.running.values()]))
+            state = LiveState().next(reading(200.0, running=[summary() for summary in log.running.values()]))
             return [one["stage"] for one in state["requests"].values()]
 
         call = asyncio.create_task(rig.generate(prompt=SHORT))
@@ -191,25 +191,26 @@ def test_instances_have_their_load_rates_and_hit_rates() -> None:
         identity = dataclasses.replace(view.info.identity, block_size=16)
         info = dataclasses.replace(view.info, identity=identity, bytes_per_block=16_000)
         view = dataclasses.replace(view, info=info, throughput=ThroughputEstimate(hand_over_per_s=2000.0))
-        others = [("decode", "b", instance("decode-9"), ""), ("decode", "c", starting("c"), "connecting")]
+        others = [("decode", instance("decode-9")), ("decode", starting("c"))]
         ended = [request(1, 1.0, end_s=now_s - 1, num_cached_tokens=25, prefilled_by="decode-10")]
-        return reading(now_s, ended=ended, instances=[("decode", "a", sample._replace(view=view), ""), *others])
+        return reading(now_s, ended=ended, instances=[("decode", sample._replace(view=view)), *others])
 
     states = LiveState()
     states.next(at(100.0, 500))
     shown = states.next(at(102.0, 700))["instances"]
-    assert list(shown) == ["c", "b", "a"], "by role and name, numbers by value"
-    assert (shown["a"]["tokens_per_s"], shown["a"]["hand_over_bytes_per_s"]) == (100.0, 2_000_000)
-    assert (shown["a"]["hit_rate"], shown["a"]["running"], shown["a"]["state"]) == (0.25, 3, "ready")
-    assert shown["a"]["kv"] == {"blocks": 1000, "free": 950, "cached": 100, "held": 0, "pinned": 0}
+    assert list(shown) == ["c", "decode-9", "decode-10"], "by role and name, numbers by value"
+    tenth = shown["decode-10"]
+    assert (tenth["tokens_per_s"], tenth["hand_over_bytes_per_s"]) == (100.0, 2_000_000)
+    assert (tenth["hit_rate"], tenth["running"], tenth["state"]) == (0.25, 3, "ready")
+    assert tenth["kv"] == {"blocks": 1000, "free": 950, "cached": 100, "held": 0, "pinned": 0}
     assert shown["c"] == {"name": "c", "role": "decode", "state": "connecting", "out": "connecting"}
 
 
 @pytest.mark.parametrize("own", ["prefill", "decode"])
 def test_an_instance_that_is_given_for_both_pools_is_shown_in_its_own(own: Role) -> None:
     other: Role = "decode" if own == "prefill" else "prefill"
-    foreign = starting("a:1")._replace(state="foreign")
-    instances = [(own, "a:1", instance("one"), ""), (other, "a:1", foreign, f"its role is {own}, not {other}")]
+    foreign = starting("a:1")._replace(state="foreign", out=f"its role is {own}, not {other}")
+    instances = [(own, instance("one")._replace(address="a:1")), (other, foreign)]
     shown = LiveState().next(reading(10.0, instances=instances))["instances"]["a:1"]
     assert (shown["name"], shown["role"], shown["state"]) == ("one", own, "ready")
     assert "out" not in shown
@@ -245,7 +246,7 @@ def test_a_failure_of_the_autoscaler_is_not_shown_with_what_held_the_size_before
 def test_a_state_is_json_without_nulls() -> None:
     status = PoolStatus(DecodePolicy())
     pools = {"prefill": PoolReading(0, None, status), "decode": PoolReading(0, None, None)}
-    instances = [("prefill", "x", starting(), "connecting"), ("decode", "y", instance("y"), "")]
+    instances = [("prefill", starting()), ("decode", instance("y"))]
     ended = [request(1, 1.0, end_s=2.0), RequestSummary(2, "", ((RequestEvent.RECEIVED, 1.0),), outcome="internal")]
     state = LiveState().next(reading(5.0, pools=pools, instances=instances, ended=ended, running=[request(3, 4.0)]))
     assert "null" not in json.dumps(state)

@@ -146,9 +146,7 @@ async def test_a_disconnect_from_the_queue_frees_its_place(run_http: RunHttp) ->
         running = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000))
         await decode.until("token")
         waiting = asyncio.create_task(http.post(prompt=SHORT, max_tokens=2000))
-        async with asyncio.timeout(20):
-            while http.rig.app.service.abort_registry.num_requests < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: http.rig.app.service.abort_registry.num_requests >= 2)
         for task in (waiting, running):
             task.cancel()
         await http.rig.until_idle()
