@@ -73,6 +73,8 @@ _OF_TYPE = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }  # fmt: skip
 _ANYTHING: dict[str, Any] = {}
+_ANY_NAME = {"type": "string"}
+"""Of `propertyNames` what has no effect: zod writes it for each record."""
 _ASSERTIONS = frozenset({"type", *_ALTERNATIVES, *itertools.chain.from_iterable(_OF_TYPE.values())})
 
 PatternTranslation = Callable[[str], str]
@@ -149,6 +151,8 @@ class _Checker:
             return
         if not isinstance(schema, dict):
             raise _wrong(path, shown(schema), "is not supported as a schema", "an object, or true")
+        if schema.get("propertyNames") == _ANY_NAME:
+            del schema["propertyNames"]
         for keyword in schema:
             if keyword in _UNSUPPORTED:
                 raise _wrong(path, keyword, "is not supported")
@@ -278,6 +282,8 @@ class _Checker:
 
     def _check_string(self, schema: dict[str, Any], path: str) -> None:
         _check_count(schema, path, "minLength", "maxLength")
+        if "pattern" in schema:
+            schema.pop("format", None)  # an annotation, as in JSON Schema: zod writes both for dates, times and ids
         given = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
         if len(given) > 1 and set(given) != {"minLength", "maxLength"}:
             raise _wrong(path, given[0], f"together with {given[1]} is not supported")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
 from engine.sampling.json_schema import MAX_DEPTH, json_text, without_annotations
+from tests.engine.sampling.grammar_walks import Walker
 from tests.engine.sampling.schemas import STRING, check, suite_schemas
 
 TEXTS = {"title": "T", "description": "D", "default": {"title": 1}, "examples": [{"description": 2}]}
@@ -83,6 +84,47 @@ def test_a_text_of_json_is_valid_unicode_and_means_the_same(value: Any) -> None:
 def test_a_text_of_json_has_escapes_only_where_it_needs_them() -> None:
     assert json_text({"名": "漢字"}) == '{"名": "漢字"}'
     assert json_text({"名": "\ud83c"}) == r'{"\u540d": "\ud83c"}'
+
+
+ZOD_DATE = (
+    r"^(?:(?:\d\d[2468][048]|\d\d[13579][26]|\d\d0[48]|[02468][048]00|[13579][26]00)-02-29|\d{4}-(?:(?:0[13578]|1[02])-"
+    r"(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|(?:02)-(?:0[1-9]|1\d|2[0-8])))$"
+)
+ZOD_TIME = r"T(?:(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?:Z))$"
+ZOD_UUID = (
+    r"^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[1-8][0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
+    r"|00000000-0000-0000-0000-000000000000|ffffffff-ffff-ffff-ffff-ffffffffffff)$"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "valid", "invalid"),
+    [
+        ("date", ZOD_DATE, "2024-02-29", "2023-02-29"),
+        ("date-time", ZOD_DATE[:-1] + ZOD_TIME, "2024-02-29T10:00:00Z", "2024-02-29T10:00:00+01:00"),
+        ("uuid", ZOD_UUID, "123e4567-e89b-42d3-a456-426614174000", "123e4567-e89b-92d3-a456-426614174000"),
+        ("cuid2", "^[a-z]{2}$", "ab", "abc"),
+    ],
+)
+def test_beside_a_pattern_a_format_is_an_annotation(
+    walker: Walker, name: str, pattern: str, valid: str, invalid: str
+) -> None:
+    """As zod writes its dates, times and ids; OpenAI's Node client and Vercel's AI SDK send zod's schemas."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": name, "pattern": pattern}}}
+    params = check(json_schema=json.dumps(schema))
+    assert [walker.accepts(params, json.dumps({"a": value})) for value in (valid, invalid)] == [True, False]
+
+
+def test_names_of_a_record_are_strings_anyway(walker: Walker) -> None:
+    """zod writes `propertyNames` for each record; other names are not supported."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    schema = {"$defs": {"r": record}, "properties": {"a": {"$ref": "#/$defs/r"}, "b": {"$ref": "#/$defs/r"}}}
+    params = check(json_schema=json.dumps(schema))
+    values = ({"a": {"x": 1}, "b": {}}, {"a": {"x": "1"}})
+    assert [walker.accepts(params, json.dumps(value)) for value in values] == [True, False]
+    record["propertyNames"] = {"enum": ["x"]}
+    with pytest.raises(InvalidRequest, match="propertyNames is not supported"):
+        check(json_schema=json.dumps(schema))
 
 
 LONG = [2**63, -(2**63) - 1, 2**64 - 1, 2**70 + 1]
