@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import AnyUrl, BaseModel, Field, ValidationError
 
 from engine.errors import InvalidRequest
-from engine.sampling.json_schema import MAX_DEPTH, json_text, without_annotations
+from engine.sampling.json_schema import _FORMATS, MAX_DEPTH, json_text, without_annotations
 from tests.engine.sampling.grammar_walks import Walker
 from tests.engine.sampling.schemas import STRING, check, suite_schemas
 
@@ -115,6 +116,25 @@ def test_beside_a_pattern_a_format_is_an_annotation(
     assert [walker.accepts(params, json.dumps({"a": value})) for value in (valid, invalid)] == [True, False]
 
 
+def test_a_text_with_a_format_is_not_empty_anyway(walker: Walker) -> None:
+    class Page(BaseModel):
+        url: AnyUrl
+
+    assert Page.model_json_schema()["properties"]["url"]["minLength"] == 1
+    params = check(json_schema=json.dumps(Page.model_json_schema()))
+    assert [walker.accepts(params, json.dumps({"url": url})) for url in ("http://a.b", "")] == [True, False]
+    for lengths in ({"minLength": 2}, {"minLength": 1, "maxLength": 2083}):
+        with pytest.raises(InvalidRequest, match=r"format together with m..Length is not supported"):
+            check(json_schema=json.dumps({"type": "string", "format": "uri", **lengths}))
+    with pytest.raises(InvalidRequest, match=r"format together with m..Length is not supported"):
+        check(json_schema=json.dumps({"type": "string", "format": "uri-reference", "minLength": 1}))
+
+
+@pytest.mark.parametrize("name", [name for name in _FORMATS if name != "uri-reference"])
+def test_a_format_has_no_empty_text(walker: Walker, name: str) -> None:
+    assert not walker.accepts(check(json_schema=json.dumps({"type": "string", "format": name})), '""')
+
+
 def test_names_of_a_record_are_strings_anyway(walker: Walker) -> None:
     """zod writes `propertyNames` for each record; other names are not supported."""
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
@@ -125,6 +145,51 @@ def test_names_of_a_record_are_strings_anyway(walker: Walker) -> None:
     record["propertyNames"] = {"enum": ["x"]}
     with pytest.raises(InvalidRequest, match="propertyNames is not supported"):
         check(json_schema=json.dumps(schema))
+
+
+def test_a_tagged_union_of_pydantic_requires_its_tag(walker: Walker) -> None:
+    class Cat(BaseModel):
+        kind: Literal["cat"] = "cat"
+        lives: int
+
+    class Dog(BaseModel):
+        kind: Literal["dog", "hound"] = "dog"
+        tail: bool
+
+    class Pets(BaseModel):
+        pets: list[Annotated[Cat | Dog, Field(discriminator="kind")]]
+
+    params = check(json_schema=json.dumps(Pets.model_json_schema()))
+    for pet in ({"kind": "cat", "lives": 9}, {"kind": "hound", "tail": True}, {"lives": 9}, {"kind": "cat"}):
+        try:
+            is_valid = bool(Pets.model_validate({"pets": [pet]}))
+        except ValidationError:
+            is_valid = False
+        assert walker.accepts(params, json.dumps({"pets": [pet]})) == is_valid, pet
+        assert is_valid == (len(pet) == 2)
+
+
+def test_a_tag_is_required_unless_the_branches_require_one(walker: Walker) -> None:
+    """Without `discriminator`, too, which pydantic-ai leaves out."""
+    properties = [{"v": {"const": 1}, "kind": {"const": kind}, "size": {"enum": [kind]}} for kind in ("cat", "dog")]
+    for required, is_needed in (([], True), (["size"], False)):
+        branches = [{"properties": one, "required": required} for one in properties]
+        params = check(json_schema=json.dumps({"oneOf": branches}))
+        assert walker.accepts(params, '{"v": 1, "kind": "cat", "size": "cat"}')
+        assert walker.accepts(params, '{"size": "dog"}') == (not is_needed)
+        assert walker.accepts(params, '{"kind": "dog"}') == is_needed
+
+
+@pytest.mark.parametrize("more", [[], [STRING], [True]])
+def test_branches_that_share_a_constant_have_no_tag(more: list[Any]) -> None:
+    branches = [{"properties": {"kind": {"enum": [name, "pet"]}}} for name in ("cat", "dog")]
+    with pytest.raises(InvalidRequest, match="oneOf has schemas that a value may satisfy together"):
+        check(json_schema=json.dumps({"oneOf": [*branches, *more]}))
+
+
+def test_the_only_branch_keeps_its_optional_constants(walker: Walker) -> None:
+    params = check(json_schema=json.dumps({"oneOf": [{"properties": {"kind": {"const": "cat"}}}]}))
+    assert walker.accepts(params, "{}")
 
 
 LONG = [2**63, -(2**63) - 1, 2**64 - 1, 2**70 + 1]
