@@ -47,6 +47,10 @@ class InvalidRequest(EngineError):
         super().__init__(f"{field}: {problem}" + (f"; allowed: {allowed}" if allowed else ""))
 
 
+class ContextExceeded(InvalidRequest):
+    """The prompt, or the prompt and `max_tokens` together, do not fit into the context."""
+
+
 class NotSupported(InvalidRequest):
     """A valid value that this version does not support."""
 

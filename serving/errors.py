@@ -2,6 +2,7 @@
 
 ServiceError                 retrying elsewhere?
 ├── InvalidArgument          never: the request is wrong; carries field violations
+│   └── ContextLengthExceeded  the same: it is too long
 ├── NotFound                 never: no such model, adapter, request
 ├── AlreadyExists            never: the id is in use
 ├── FailedPrecondition       never, until something else has changed
@@ -78,6 +79,11 @@ class InvalidArgument(ServiceError):
         self.violations = tuple(violations)
 
 
+class ContextLengthExceeded(InvalidArgument):
+    """The prompt, or the prompt and `max_tokens` together, do not fit into the context. OpenAI's API has a code for it,
+    at which clients shorten the conversation."""
+
+
 class NotFound(ServiceError):
     code = grpc.StatusCode.NOT_FOUND
 
@@ -143,10 +149,12 @@ class Overloaded(ServiceError):
         self.retry_after_s = retry_after_s
 
 
-def invalid_argument(field: str, problem: str, allowed: str | None = None) -> InvalidArgument:
+def invalid_argument(
+    field: str, problem: str, allowed: str | None = None, *, kind: type[InvalidArgument] = InvalidArgument
+) -> InvalidArgument:
     """An InvalidArgument with one field violation: the shape of `engine.errors.InvalidRequest` on the wire."""
     description = problem + (f"; allowed: {allowed}" if allowed else "")
-    return InvalidArgument(f"{field}: {description}", [FieldViolation(field, description)])
+    return kind(f"{field}: {description}", [FieldViolation(field, description)])
 
 
 def printable(text: str, max_bytes: int = MAX_MESSAGE_BYTES) -> str:

@@ -18,7 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from engine.errors import InvalidRequest, shown
-from engine.sampling.json_values import hashable, long_integer, types_of
+from engine.sampling.json_values import constants_of, hashable, listed, long_integer, types_of
 
 MAX_JSON_DEPTH = 100
 MAX_DEPTH = 32
@@ -73,6 +73,8 @@ _OF_TYPE = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }  # fmt: skip
 _ANYTHING: dict[str, Any] = {}
+_ANY_NAME = {"type": "string"}
+"""Of `propertyNames` what has no effect: zod writes it for each record."""
 _ASSERTIONS = frozenset({"type", *_ALTERNATIVES, *itertools.chain.from_iterable(_OF_TYPE.values())})
 
 PatternTranslation = Callable[[str], str]
@@ -149,6 +151,8 @@ class _Checker:
             return
         if not isinstance(schema, dict):
             raise _wrong(path, shown(schema), "is not supported as a schema", "an object, or true")
+        if schema.get("propertyNames") == _ANY_NAME:
+            del schema["propertyNames"]
         for keyword in schema:
             if keyword in _UNSUPPORTED:
                 raise _wrong(path, keyword, "is not supported")
@@ -208,8 +212,24 @@ class _Checker:
             if pair not in self._disjoint:
                 self._disjoint[pair] = self._are_disjoint(one, other, path)
             if not self._disjoint[pair]:
-                problem = "has schemas that a value may satisfy together"
-                raise _wrong(path, "oneOf", problem, "different types, or a required property with other constants")
+                self._require_tag(one, other, path)
+                self._disjoint[pair] = True
+
+    def _require_tag(self, one: dict[str, Any], other: dict[str, Any], path: str) -> None:
+        """Makes a property that tells two objects apart required in both: pydantic leaves that out for a tag with a
+        default, and rejects values without."""
+        tags = [
+            name
+            for name, property_ in _properties(one).items()
+            if self._have_other_constants(
+                self._resolved(property_, path), self._resolved(_properties(other).get(name), path)
+            )
+        ]
+        if not tags or any(self._value_types(branch, path) != {"object"} for branch in (one, other)):
+            problem = "has schemas that a value may satisfy together"
+            raise _wrong(path, "oneOf", problem, "different types, or a property with other constants")
+        for branch in (one, other):
+            branch["required"] = list(dict.fromkeys([*listed(branch.get("required")), tags[0]]))
 
     def _check_typed(self, schema: dict[str, Any], path: str) -> None:
         types = self._types(schema, path)
@@ -278,6 +298,10 @@ class _Checker:
 
     def _check_string(self, schema: dict[str, Any], path: str) -> None:
         _check_count(schema, path, "minLength", "maxLength")
+        if "pattern" in schema:
+            schema.pop("format", None)  # an annotation, as in JSON Schema: zod writes both for dates, times and ids
+        if schema.get("minLength") == 1 and schema.get("format") not in (None, "uri-reference"):
+            del schema["minLength"]  # pydantic's AnyUrl has it; no text of these formats is empty
         given = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
         if len(given) > 1 and set(given) != {"minLength", "maxLength"}:
             raise _wrong(path, given[0], f"together with {given[1]} is not supported")
@@ -309,7 +333,7 @@ class _Checker:
 
     def _children(self, schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
         for keyword in _SCHEMA_LISTS:
-            for index, child in enumerate(_listed(schema.get(keyword))):
+            for index, child in enumerate(listed(schema.get(keyword))):
                 yield child, f"{path}/{keyword}/{index}"
         for name, child in _properties(schema).items():
             yield child, f"{path}/properties/{name[:64]}"
@@ -362,7 +386,7 @@ class _Checker:
             return self._have_other_constants(one, other)
         if ours != {"object"} or theirs != {"object"}:
             return False
-        shared = {*_listed(one.get("required"))} & {*_listed(other.get("required"))}
+        shared = {*listed(one.get("required"))} & {*listed(other.get("required"))}
         properties = [
             (self._resolved(_properties(one).get(name), path), self._resolved(_properties(other).get(name), path))
             for name in shared
@@ -376,7 +400,7 @@ class _Checker:
     def _constants(self, schema: dict[str, Any]) -> frozenset[Hashable] | None:
         """The values of a schema that lists them."""
         if id(schema) not in self._values:
-            values = _constants(schema)
+            values = constants_of(schema)
             self._values[id(schema)] = None if values is None else frozenset(map(hashable, values))
         return self._values[id(schema)]
 
@@ -391,7 +415,7 @@ class _Checker:
         """The types of the schema's values; integers count as numbers."""
         if id(schema) not in self._types_by_schema:
             types = self._types(schema, path) or set(_TYPES)
-            if (values := _constants(schema)) is not None:
+            if (values := constants_of(schema)) is not None:
                 types = {name for value in values for name in types_of(value)}
             types = {"number" if name == "integer" else name for name in types}
             self._types_by_schema[id(schema)] = types
@@ -436,18 +460,9 @@ def _check_multiple(schema: dict[str, Any], path: str, *, has_bounds: bool, is_i
         raise _wrong(path, "multipleOf", f"{shown(value)} is out of range", f"1..{MAX_MULTIPLE}")
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
 def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     properties = schema.get("properties")
     return properties if isinstance(properties, dict) else {}
-
-
-def _constants(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values of a schema that lists them."""
-    return [schema["const"]] if "const" in schema else _listed(schema["enum"]) if "enum" in schema else None
 
 
 def without_annotations(schema: Any, depth: int = 0) -> Any:

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def constants_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of a schema that lists them."""
+    return [schema["const"]] if "const" in schema else listed(schema["enum"]) if "enum" in schema else None
 
 
 def hashable(value: Any) -> Hashable:

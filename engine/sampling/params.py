@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from engine.errors import InvalidRequest, shown
+from engine.errors import ContextExceeded, InvalidRequest, shown
 from engine.sampling.constraints import CONSTRAINTS, Constraint, check_constraint
 from engine.sampling.json_schema import json_text
 from engine.vllm_names import SAMPLING_ARGUMENTS, supported
@@ -253,11 +253,12 @@ def with_bad_word_ids(params: SamplingParams, encode: Callable[[str], Sequence[i
     return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(ids)))
 
 
-def _too_long(num_prompt_tokens: int, max_model_len: int) -> InvalidRequest:
+def _too_long(num_prompt_tokens: int, max_model_len: int) -> ContextExceeded:
+    """Clients' libraries search for `prompt is too long`."""
     limit = max_model_len - 1
-    return InvalidRequest(
+    return ContextExceeded(
         "prompt",
-        f"prompt has {num_prompt_tokens} tokens, limit {limit}: "
+        f"prompt is too long: {num_prompt_tokens} tokens, limit {limit}: "
         f"prompt {num_prompt_tokens} + max_tokens 1 > context {max_model_len}",
         f"1..{limit} tokens",
     )
@@ -361,7 +362,7 @@ def _with_length(params: SamplingParams, *, max_model_len: int, num_prompt_token
     _check_number(_Range("max_tokens", 1, math.inf, f"max_tokens >= 1, here at most {limit}"), max_tokens)
     if max_tokens > limit:
         problem = f"prompt {num_prompt_tokens} + max_tokens {shown(max_tokens)} > context {max_model_len}"
-        raise InvalidRequest("max_tokens", problem, f"1..{limit}")
+        raise ContextExceeded("max_tokens", problem, f"1..{limit}")
     _check_number(_Range("min_tokens", 0, math.inf, f"0..{max_tokens}"), params.min_tokens)
     if params.min_tokens > max_tokens:
         problem = f"min_tokens {shown(params.min_tokens)} > max_tokens {max_tokens}"

@@ -27,7 +27,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import InvalidCheckpoint, InvalidRequest, NotSupported, UnsupportedModel
+from engine.errors import ContextExceeded, InvalidCheckpoint, InvalidRequest, NotSupported, UnsupportedModel
 from engine.text.chat_output import CHAT_MARKS
 from engine.text.chat_template import ChatTemplate, Messages, Tools
 from engine.text.token_bytes import TokenBytes
@@ -116,8 +116,8 @@ class Tokenizer:
         if max_tokens is None or num_bytes <= max_tokens or self.token_bytes is None:
             return
         if (bound := self.token_bytes.min_tokens(text)) > max_tokens:
-            problem = f"prompt of {num_bytes} bytes has at least {bound} tokens, limit {max_tokens}"
-            raise InvalidRequest("prompt", problem, f"at most {max_tokens} tokens")
+            problem = f"prompt is too long: {num_bytes} bytes have at least {bound} tokens, limit {max_tokens}"
+            raise ContextExceeded("prompt", problem, f"at most {max_tokens} tokens")
 
     # Ids to text
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest, NotSupported, UnsupportedModel, shown
+from engine.errors import ContextExceeded, InvalidRequest, NotSupported, UnsupportedModel, shown
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
 from engine.sampling.params import MAX_SEED, SamplingParams, check_each_id, validate, validate_prompt, with_bad_word_ids
@@ -29,7 +29,14 @@ from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
 from router.request.chat import ChatOutput, Tools, template_messages
 from router.request.generation_request import GenerationRequest, ResumedChoice, from_wire
-from serving.errors import FailedPrecondition, NotFound, Unsupported, invalid_argument
+from serving.errors import (
+    ContextLengthExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unsupported,
+    invalid_argument,
+)
 from serving.limits import LARGE_BYTES, start_in_thread
 
 
@@ -188,7 +195,8 @@ def service_errors() -> Iterator[None]:
     except NotSupported as error:
         raise Unsupported(str(error)) from error
     except InvalidRequest as error:
-        raise invalid_argument(error.field, error.problem, error.allowed) from error
+        kind = ContextLengthExceeded if isinstance(error, ContextExceeded) else InvalidArgument
+        raise invalid_argument(error.field, error.problem, error.allowed, kind=kind) from error
     except UnsupportedModel as error:
         raise FailedPrecondition(str(error)) from error
 
@@ -243,7 +251,7 @@ async def prompt_ids(
         )
         return await start_in_thread(encode_text, "tokenise the prompt")
     if (num_messages := len(request.chat.messages)) > max_tokens:  # they take time, here and in the template
-        raise InvalidRequest("chat.messages", f"{num_messages} messages", f"at most {max_tokens}, a token for each")
+        raise ContextExceeded("chat.messages", f"{num_messages} messages", f"at most {max_tokens}, a token for each")
     for index, message in enumerate(request.chat.messages):
         if message.role not in _ROLES:
             raise InvalidRequest(f"chat.messages[{index}].role", shown(message.role), ", ".join(_ROLES))

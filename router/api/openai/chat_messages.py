@@ -16,6 +16,8 @@ from serving.errors import invalid_argument
 
 _LITELLMS = "provider_specific_fields"
 """In each message and call of a history that LiteLLM sends again."""
+_CACHE = "cache_control"
+"""Anthropic's mark, which LiteLLM passes on: prefixes are always cached."""
 
 
 def joined_parts(content: Any, field: str = "messages", kinds: Collection[str] = ("text",)) -> Any:
@@ -55,9 +57,11 @@ class ToolCall(StrictModel):
 class Message(StrictModel):
     """One message of a chat."""
 
-    ignored: ClassVar = frozenset({"annotations", "parsed", "reasoning_details", "thinking_blocks", _LITELLMS})
+    ignored: ClassVar = frozenset({
+        "annotations", "parsed", "reasoning_details", "thinking_blocks", "type", _CACHE, _LITELLMS,
+    })  # fmt: skip
     """`parsed`: by OpenAI's Python client, out of the content. `reasoning_details` (OpenRouter) and `thinking_blocks`
-    (LiteLLM) are the reasoning in another form."""
+    (LiteLLM) are the reasoning in another form. `type`: lm-eval up to 0.4.11 writes text there."""
 
     role: str
     content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
@@ -72,7 +76,8 @@ class Message(StrictModel):
             if members.pop(name, None):
                 raise invalid_argument("messages", f"{name} is not supported", "role, content and tool_calls")
         chat_template.rename_for_templates(members)
-        return {"content": "", **members} if members.get("tool_calls") else members
+        is_answer = members.get("role") == "assistant"  # of vLLM's answers those of reasoning alone have no content
+        return {"content": "", **members} if is_answer or members.get("tool_calls") else members
 
     @model_validator(mode="after")
     def _check_call(self) -> Self:
@@ -97,6 +102,8 @@ class Message(StrictModel):
 class Function(StrictModel):
     """A function that the model may call."""
 
+    ignored: ClassVar = frozenset({_CACHE})
+
     name: str
     description: str = ""
     parameters: dict[str, Any] = Field({})
@@ -108,6 +115,8 @@ class Function(StrictModel):
 
 
 class Tool(StrictModel):
+    ignored: ClassVar = frozenset({_CACHE})
+
     type: Literal["function"]
     function: Function
 

@@ -32,6 +32,7 @@ from serving import tracing
 from serving.errors import (
     Aborted,
     AlreadyExists,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InternalError,
     InvalidArgument,
@@ -357,6 +358,7 @@ _KINDS: dict[type[ServiceError], _Kind] = {
     Overloaded: _Kind(status.HTTP_429_TOO_MANY_REQUESTS, "rate_limit_error", "rate_limit_exceeded"),
     Unavailable: _Kind(status.HTTP_503_SERVICE_UNAVAILABLE, "service_unavailable_error"),
     InternalError: _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error"),
+    ContextLengthExceeded: _Kind(status.HTTP_400_BAD_REQUEST, "invalid_request_error", "context_length_exceeded"),
     PoisonRequestRejected: _Kind(status.HTTP_500_INTERNAL_SERVER_ERROR, "server_error", "quarantined"),
 }
 _INVALID = _Kind(status.HTTP_400_BAD_REQUEST, "invalid_request_error")

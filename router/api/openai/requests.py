@@ -31,7 +31,7 @@ Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # OpenAI's
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "reasoning_effort", "web_search_options"), ()),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -146,9 +146,10 @@ class RequestBody(Body):
     """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
 
     ignored: ClassVar = frozenset({
-        "include_reasoning", "metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-        "service_tier", "store", "user",
+        "include_reasoning", "metadata", "prediction", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "user",
     })  # fmt: skip
+    """`prediction`: with it OpenAI's servers are faster, and their answers the same."""
 
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Int64 | None = None

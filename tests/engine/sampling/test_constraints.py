@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequest
 from engine.sampling.params import SamplingParams, validate
 from engine.sampling.structural_tag import _MEMBERS
-from engine.text.tokenizer import Tokenizer
 from tests.engine.sampling.grammar_walks import Walker
 from tests.engine.sampling.schemas import (
     RANDOM_SCHEMAS,
@@ -31,25 +30,11 @@ from tests.engine.sampling.schemas import (
     tagged,
     wrapped,
 )
-from tests.tokenizer_builders import BYTE_LEVEL_CONFIG, byte_level_backend, write_folder
 
 INTEGER = {"type": "integer"}
 JUDGE = jsonschema.Draft202012Validator
 FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
 """Others are spelling alone: a date may be the 31st of February."""
-
-
-@pytest.fixture(scope="module")
-def walker(tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    backend = byte_level_backend()
-    write_folder(folder, backend, BYTE_LEVEL_CONFIG)
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.token_bytes is not None
-    vocabulary = [tokenizer.token_bytes.of(token_id) for token_id in range(backend.get_vocab_size())]
-    end = tokenizer.token_id("<|im_end|>")
-    assert end is not None
-    return Walker(folder, vocabulary, end)
 
 
 # What is rejected

@@ -212,5 +212,5 @@ def test_prompts_are_checked_id_by_id() -> None:
     with pytest.raises(InvalidRequest, match="not an integer"):
         validate_prompt([1, 2.5], VOCAB, CONTEXT)  # type: ignore[list-item]
     validate_prompt([1] * (CONTEXT - 1), VOCAB, CONTEXT)
-    with pytest.raises(InvalidRequest, match="prompt has 4194288 tokens, limit 127"):
+    with pytest.raises(InvalidRequest, match="prompt is too long: 4194288 tokens, limit 127"):
         validate_prompt([1] * 4_194_288, VOCAB, CONTEXT)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from protos.tandem.v1 import generation_pb2
 from router.api.openai.messages_api import CountTokensRequest, MessagesRequest
 from router.api.openai.requests import Body, ChatBody
 from router.api.openai.responses_api import ResponsesRequest
@@ -197,6 +198,35 @@ def test_what_litellm_adds_to_a_history_has_no_effect() -> None:
         messages = [USER, one, {"role": "tool", "tool_call_id": "c", "content": "5"}]
         made.append(ChatBody.parse(json.dumps({"messages": messages}).encode()).requests("label"))
     assert made[0] == made[1]
+
+
+def wire_request(**body: Any) -> generation_pb2.GenerateRequest:
+    """What a chat becomes."""
+    [request] = ChatBody.parse(json.dumps(body).encode()).requests("label")
+    return request
+
+
+def test_a_prediction_of_the_answer_has_no_effect() -> None:
+    """Editors and agents' libraries send the file that the answer will repeat."""
+    prediction = {"type": "content", "content": [{"type": "text", "text": "def add():"}]}
+    assert wire_request(messages=[USER], prediction=prediction) == wire_request(messages=[USER])
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_calls": []}, {"reasoning_content": "Hm."}])
+@pytest.mark.parametrize("nothing", [{}, {"content": None}])
+def test_an_answer_without_content_can_be_sent_back(more: dict[str, Any], nothing: dict[str, Any]) -> None:
+    """As vLLM accepts it, whose answers that end within the reasoning have null."""
+    empty, absent = ({"role": "assistant", **more, **one} for one in ({"content": ""}, nothing))
+    assert wire_request(messages=[USER, absent, USER]) == wire_request(messages=[USER, empty, USER])
+
+
+def test_marks_of_other_apis_on_messages_and_tools_have_no_effect() -> None:
+    """LiteLLM passes `cache_control` on to any server of OpenAI's API, lm-eval gives each message a type."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    function = {"name": "add", "parameters": {"type": "object"}}
+    plain = wire_request(messages=[USER], tools=[{"type": "function", "function": function}])
+    marked = {"type": "function", "function": {**function, **mark}, **mark}
+    assert wire_request(messages=[{**USER, "type": "text", **mark}], tools=[marked]) == plain
 
 
 @pytest.mark.parametrize(

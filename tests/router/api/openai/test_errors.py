@@ -168,6 +168,38 @@ async def test_no_unsupported_parameter_is_suggested(run_http: RunHttp) -> None:
     assert (response.status_code, response.json()["error"]["message"]) == (400, "prompt: unknown parameter 'prompt'")
 
 
+LONG = "word " * 4096
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": list(range(20, 200)) * 30}),
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": SHORT, "max_tokens": 4096}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 4096}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4096}),
+    ],
+)
+async def test_what_exceeds_the_context_has_openais_code(run_http: RunHttp, path: str, body: dict[str, Any]) -> None:
+    """At it agents shorten the conversation, and LangChain raises a ContextOverflowError."""
+    async with run_http() as http:
+        response = await http.post(path, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded", response.text
+
+
+async def test_agents_recognise_a_prompt_that_is_too_long(run_http: RunHttp) -> None:
+    """LiteLLM and Claude Code search for these words, which are Anthropic's."""
+    messages = [{"role": "user", "content": LONG}]
+    async with run_http() as http:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            response = await http.post(path, messages=messages, max_tokens=4)
+            assert "prompt is too long: " in response.json()["error"]["message"]
+
+
 async def test_wrong_parameters_are_named(run_http: RunHttp) -> None:
     async with run_http() as http:
         answers = [(wrong, param, said, await http.post(**GOOD | wrong)) for wrong, param, said in INVALID]
