@@ -128,8 +128,6 @@ class PageIO:
             if not isinstance(error, StoreError | OSError | FailpointError) and reason not in self.faults:
                 self.faults.add(reason)
                 _log.exception("the %s connector has a fault, counted as %s; KV is computed", self.store.name, reason)
-            else:
-                _log.debug("%s: %s", reason, error.__cause__ or error)
             return OpResult(op, reason, duration_s=time.perf_counter() - started)
         if isinstance(op, LoadOp) or num_bytes:
             breaker.record(ok=True)

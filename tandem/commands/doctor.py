@@ -304,7 +304,6 @@ def _connector_findings(choice: ConnectorChoice) -> Iterator[Finding]:
 
 
 def _failure(choice: ConnectorChoice, text: str, reason: str) -> Finding:
-    reason = reason.partition(" (")[0]  # an exception's text may follow it
     remedy = _REMEDIES.get(reason) or _REMEDIES.get(reason.removeprefix("store_"))
     if remedy is None and reason:
         remedy = "correct --connector, --kv-url, --kv-folder or --kv-options"

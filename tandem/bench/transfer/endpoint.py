@@ -33,7 +33,6 @@ from engine.kv_connector import KVLoadResult, make_connector
 from engine.kv_layout import KVLayout
 from engine.sampling.params import SamplingParams
 from engine.scheduling.request import Request
-from kv_transfer.stores.base import StoreError
 from kv_transfer.transfer.connector import progress_of
 from serving.lifecycle import ParentBond
 
@@ -95,27 +94,24 @@ def described(error: BaseException) -> str:
 
 
 class _Faults(logging.Handler):
-    """Keeps the exception of a store that a log line has: the reason that is counted is one word."""
+    """Keeps the exception of a store that a log line has: the reason that is counted names its class alone."""
 
     _LOG = logging.getLogger("kv_transfer.stores.page_io")
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.ERROR)
         self._text: str | None = None
         self._LOG.addHandler(self)
-        self._LOG.setLevel(logging.DEBUG)
 
     def emit(self, record: logging.LogRecord) -> None:
-        for value in (*(record.exc_info or ()), *(record.args or ())):
-            if isinstance(value, Exception) and not isinstance(value, StoreError):  # whose text is the reason
-                self._text = described(value)
+        if record.exc_info and record.exc_info[1] is not None:
+            self._text = described(record.exc_info[1])
 
     def explain(self, reason: str) -> str:
         return reason if self._text is None else f"{reason} ({self._text})"
 
     def close(self) -> None:
         self._LOG.removeHandler(self)
-        self._LOG.setLevel(logging.NOTSET)
         super().close()
 
 

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
 
 from kv_transfer.page.format import Buffer, PageKey
-from kv_transfer.stores.base import StoreError
 from kv_transfer.stores.connector import StoreConnector, StoreOptions
 
 FAULTY = f"{__name__}:FaultyConnector"
 
 
 class FaultyStore:
-    """Implements kv_transfer.stores.base.BlockStore. The method `method` raises: by default an error that the seam does
-    not name, with a secret, a control character and a second line."""
+    """Implements kv_transfer.stores.base.BlockStore. The method `method` raises an error that the seam does not name,
+    with a secret, a control character and a second line."""
 
     name = "faulty"
 
-    def __init__(self, method: str, token: str, kind: str) -> None:
+    def __init__(self, method: str, token: str) -> None:
         self._method = method
         self._token = token
-        self._kind = kind
 
     def _enter(self, method: str) -> None:
-        if method != self._method:
-            return
-        if self._kind == "full":
-            raise OSError(errno.ENOSPC, "no room in the bucket")
-        if self._kind == "lost":
-            raise StoreError("bucket") from KeyError("mine")
-        raise LookupError(f"no bucket for {self._token}\x1b[31m at\nhttps://me:pw@host" + ", sorry" * 200)
+        if method == self._method:
+            raise LookupError(f"no bucket for {self._token}\x1b[31m at\nhttps://me:pw@host" + ", sorry" * 200)
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> None:
         self._enter("put")
@@ -50,8 +42,8 @@ class FaultyStore:
 
 
 class FaultyConnector(StoreConnector):
-    def __init__(self, *, wake: Callable[[], None], method: str, token: str = "", kind: str = "") -> None:
-        super().__init__(FaultyStore(method, token, kind), StoreOptions(digest=False, num_io_threads=1), wake=wake)
+    def __init__(self, *, wake: Callable[[], None], method: str, token: str) -> None:
+        super().__init__(FaultyStore(method, token), StoreOptions(digest=False, num_io_threads=1), wake=wake)
         if method == "shutdown":
             self.name = "faulty at its end"
 

@@ -292,15 +292,8 @@ def test_a_fault_of_a_users_own_store_is_shown_in_one_line_without_secrets(
     assert not logging.getLogger("kv_transfer.stores.page_io").handlers
 
 
-@pytest.mark.parametrize("method", ["put", "get_into"])
-def test_the_cause_of_a_users_own_store_error_is_shown(method: str) -> None:
-    status, output = bench("--connector", FAULTY, "--kv-options", f"{{method: {method}, kind: lost}}")
-    assert status == 1
-    assert f"{FAULTY}: failed: store_bucket (KeyError: 'mine'); run tandem doctor" in output
-
-
 def test_an_error_of_a_users_own_connector_is_a_failure_and_no_traceback() -> None:
-    status, output = bench("--connector", FAULTY, "--kv-options", "{method: shutdown}")
+    status, output = bench("--connector", FAULTY, "--kv-options", "{method: shutdown, token: none}")
     assert status == 1
     assert f"{FAULTY}: failed: LookupError: already closed; run tandem doctor" in output
 

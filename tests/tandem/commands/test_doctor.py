@@ -298,12 +298,6 @@ def test_a_fault_of_a_users_own_store_is_shown_in_one_line_without_secrets() -> 
     assert finding.text.endswith("...")
 
 
-def test_what_a_users_own_store_says_of_a_full_disk_has_the_remedy_too() -> None:
-    [finding] = findings(FAULTY, options={"method": "put", "kind": "full"})
-    assert "store_enospc (OSError: [Errno 28] no room in the bucket)" in finding.text
-    assert "free some space" in finding.remedy
-
-
 def test_each_connector_of_a_list_is_looked_at_with_what_is_its_own(tmp_path: Path) -> None:
     options: dict[str, str | int | float | bool] = {"redis.ttl_s": 600, "nixl.ucx_tls": "tcp"}
     nixl, redis = split_connectors("nixl,redis", "redis://h:1/0", None, options)
