@@ -176,6 +176,9 @@ async def shown(folder: Path) -> AsyncIterator[tuple[Owned, TopApp, Pilot[None]]
         address = stack.rig.app.admin_address or ""
         app = alone(await stack.listed(), address=address)
         async with app.run_test(size=(110, 32)) as pilot:
+            # A busy machine may have listed the pools before the router knew both instances, or the owner's sizes.
+            await until(lambda: len(app._last.instances) == app.table.row_count == 2)
+            await until(lambda: all(pool.HasField("size") for pool in app._last.pools))
             yield stack, app, pilot
 
 
