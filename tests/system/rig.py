@@ -95,7 +95,7 @@ class Failpoint:
         found = []
         with self._file.open() as file:
             file.seek(self._offset)
-            lines = file.read().splitlines()
+            lines = file.read().rpartition("\n")[0].splitlines()  # whole ones: a process may be writing the last
         for line in lines:
             word, name, hit, pid = line.split()
             assert word == "FAILPOINT", line
