@@ -37,8 +37,7 @@ class LinearSource:
         shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
         biases = {f"{name}.bias": (size,) for name, size in parts.items()} if has_bias else {}
         bias = _taken_together(weights, biases) if has_bias else None
-        keeps_codes = all(weights.keeps_codes(name, shape) for name, shape in shapes.items())
-        if quantization == "none" and not keeps_codes:
+        if quantization == "none" and not all(weights.keeps_codes(name, shape) for name, shape in shapes.items()):
             return make_linear(_taken_together(weights, shapes), bias)
         matrices = [weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()]
         return QuantizedLinear(stacked(matrices), bias, self.dtype)

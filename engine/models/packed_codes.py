@@ -16,8 +16,8 @@ from engine.models.quantized import QuantizedMatrix
 from engine.models.weight_codes import PACKED_BITS, Packing
 
 _WORD = 32
-_SHAPES = ("weight_shape",)
-"""Names of what the codes and the architecture say, too."""
+_SHAPE = "weight_shape"
+"""Name of what the codes and the architecture say, too."""
 _IN_ORDER = -1
 """In place of a group: groups are of adjacent inputs."""
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -54,10 +54,8 @@ class PackedLayer:
     def names(self) -> list[str]:
         """Of all tensors that it may have."""
         packing = self.packing
-        return [
-            f"{self.module}.{name}"
-            for name in (packing.codes, packing.scales, packing.zeros, packing.group_of, *_SHAPES)
-        ]
+        names = (packing.codes, packing.scales, packing.zeros, packing.group_of, _SHAPE)
+        return [f"{self.module}.{name}" for name in names]
 
     def bits(self) -> int:
         """Bits of a code, by the size of their tensor. Raises InvalidCheckpoint if that does not fit."""

@@ -109,7 +109,7 @@ def read_codes(folder: Path) -> WeightCodes | None:
         _check_bits(method, quantization.integer("bits"), PACKED_BITS if method == "gptq" else PACKED_BITS[:1])
         offset = 0 if stored == "gptq_v2" else 1
         packing = _AWQ if method == "awq" else replace(_GPTQ, zero_offset=offset)
-        return WeightCodes(packing=packing, group=_group(quantization))
+        return WeightCodes(packing=packing, group=_group(method, quantization))
     if method != "compressed-tensors":
         return WeightCodes(_block(quantization, "weight_block_size"))
     of_group = _of_packed_group if stored == "pack-quantized" else _of_group
@@ -125,9 +125,7 @@ def _of_group(group: object) -> WeightCodes:
     _check_bits("compressed-tensors", weights.integer("num_bits"), (_BITS,))
     if not weights.flag("symmetric", True) or weights.raw("actorder"):
         raise _unsupported("compressed-tensors with zero points or actorder")
-    if weights.raw("group_size") not in (None, -1):
-        if (size := weights.integer("group_size")) < 1:
-            raise _unsupported(f"compressed-tensors with groups of {size}")
+    if (size := _group("compressed-tensors", weights)) > 0:
         return WeightCodes((1, size))
     return WeightCodes(_block(weights, "block_structure"))
 
@@ -135,7 +133,7 @@ def _of_group(group: object) -> WeightCodes:
 def _of_packed_group(group: object) -> WeightCodes:
     weights = _weights_of(group)
     _check_bits("compressed-tensors pack-quantized", weights.integer("num_bits"), PACKED_BITS)
-    return WeightCodes(packing=_COMPRESSED, group=_group(weights))
+    return WeightCodes(packing=_COMPRESSED, group=_group("compressed-tensors", weights))
 
 
 def _weights_of(group: object) -> ConfigFields:
@@ -143,10 +141,11 @@ def _weights_of(group: object) -> ConfigFields:
     return ConfigFields(raw if isinstance(raw, dict) else {}, "quantization_config.config_groups.*.weights.")
 
 
-def _group(fields: ConfigFields) -> int:
+def _group(method: object, fields: ConfigFields) -> int:
+    """As `WeightCodes.group`."""
     group = -1 if fields.raw("group_size") is None else fields.integer("group_size")
     if group < 1 and group != -1:
-        raise _unsupported(f"groups of {group}")
+        raise _unsupported(f"{method} with groups of {group}")
     return group
 
 

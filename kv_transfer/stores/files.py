@@ -174,8 +174,7 @@ class SharedStorage:
     @staticmethod
     def place(key: PageKey) -> tuple[Sequence[str], str]:
         """Folders below `path`, and a file in the last one. Each transfer has a folder of its own for its tail."""
-        *folders, name = key.parts
-        return folders, name
+        return key.parts[:-1], key.parts[-1]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import LLM, SamplingParams
 from engine.config import EngineConfig, Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel
 from engine.models import load_model, read_config
@@ -23,7 +22,7 @@ from engine.models.weight_codes import read_codes
 from engine.models.weights import SafetensorsWeights
 from tests.builders import lively_checkpoint
 from tests.engine.models.test_parallel import computed
-from tests.oracle import GreedyOracle, random_prompts
+from tests.engine.models.test_weight_codes import check_greedy_answers
 
 _DOWN = "model.layers.1.mlp.down_proj"
 _WORD = 32
@@ -166,14 +165,7 @@ def test_answers_are_those_of_transformers_with_the_values(tmp_path: Path, form:
     found, expected = (computed(_engine(one), 1, 1)[0] for one in (folder, plain))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert {isinstance(layer, QuantizedLinear) for layer in _layers(folder)} == {form in KEPT}
-    oracle = GreedyOracle(plain)
-    prompts = random_prompts(3, longest=40, vocab_size=oracle.vocab_size)
-    llm = LLM(str(folder), dtype="float32", skip_tokenizer_init=True)
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    for prompt, output in zip(
-        prompts, llm.generate([{"prompt_token_ids": one} for one in prompts], params), strict=True
-    ):
-        oracle.check(prompt, output.outputs[0].token_ids)
+    check_greedy_answers(folder, plain)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +244,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, name: str, value: torch.Tens
         ({**GPTQ, "bits": "4"}, "quantization_config.bits is '4'; it must be an integer"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "('gptq marlin') is not supported"),
         ({**AWQ, "version": "gemv"}, "('awq gemv') is not supported"),
-        ({**AWQ, "group_size": 0}, "('groups of 0') is not supported"),
+        ({**AWQ, "group_size": 0}, "('awq with groups of 0') is not supported"),
         ({**AWQ, "bits": 8}, "('awq with 8 bits') is not supported"),
         (_pack_quantized(num_bits=2), "('compressed-tensors pack-quantized with 2 bits') is not supported"),
     ],

@@ -88,18 +88,22 @@ def _engine(folder: Path, quantization: Quantization = "none") -> EngineConfig:
     return EngineConfig(model=str(folder), dtype="float32", num_threads=1, quantization=quantization)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_answers_are_those_of_transformers_with_the_values(tmp_path: Path, form: str) -> None:
-    folder, plain = _checkpoints(tmp_path, form)
-    assert torch.equal(*[computed(_engine(one), 1, 1)[0] for one in (folder, plain)])
+def check_greedy_answers(folder: Path, plain: Path) -> None:
+    """Those of a checkpoint in codes are transformers' with `plain`, which has their values."""
     oracle = GreedyOracle(plain)
     prompts = random_prompts(3, longest=40, vocab_size=oracle.vocab_size)
     llm = LLM(str(folder), dtype="float32", skip_tokenizer_init=True)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    for prompt, output in zip(
-        prompts, llm.generate([{"prompt_token_ids": one} for one in prompts], params), strict=True
-    ):
-        oracle.check(prompt, output.outputs[0].token_ids)
+    answers = llm.generate([{"prompt_token_ids": one} for one in prompts], params)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.check(prompt, answer.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_those_of_transformers_with_the_values(tmp_path: Path, form: str) -> None:
+    folder, plain = _checkpoints(tmp_path, form)
+    assert torch.equal(*[computed(_engine(one), 1, 1)[0] for one in (folder, plain)])
+    check_greedy_answers(folder, plain)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3), (2, 2)])
