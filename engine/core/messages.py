@@ -55,6 +55,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice: int = 0
     priority: int = 0
     cache_salt: str = ""
+    lora: str = ""
+    """Name of an adapter; empty: none."""
     hold_kv: HoldKV | None = None
     remote_kv: RemoteKV | None = None
     ttft_s: float | None = None
@@ -301,6 +303,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_connector: str
     attention_backend: str
     pid: int
+    lora_adapters: list[str] = []
 
 
 Event = TokensEvent | ReservedEvent | LoadedEvent | TransferEvent

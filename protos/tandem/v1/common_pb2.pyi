@@ -656,7 +656,7 @@ class InstanceRequest(_message.Message):
     cache_salt: _builtins.str
     """Separates prefix caches; mixed into block hashes."""
     lora: _builtins.str
-    """Adapter to use; empty for none."""
+    """Name of a LoRA adapter; empty for none."""
     ttft_s: _builtins.float
     """Objective: seconds from now to the first token. 0: none."""
     itl_s: _builtins.float

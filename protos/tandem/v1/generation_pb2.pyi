@@ -224,7 +224,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """The client's label, 1..128 of [A-Za-z0-9._-]; appears in logs and traces; need not be unique. Empty: the router makes one."""
     model: _builtins.str
-    """Model name; empty: the served model."""
+    """Name of the model, or of one of its LoRA adapters instead of `lora`; empty: the served model."""
     text: _builtins.str
     """The prompt as text, tokenised with special tokens recognised."""
     priority: _builtins.int
@@ -232,7 +232,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Requests with different salts share no prefix cache; at most 256 bytes."""
     lora: _builtins.str
-    """Adapter name; empty for none."""
+    """Name of a LoRA adapter; empty for none."""
     traceparent: _builtins.str
     """W3C trace context; metadata of the same name wins."""
     idempotency_key: _builtins.str
@@ -543,6 +543,7 @@ class GetModelInfoResponse(_message.Message):
     SUPPORTS_CHAT_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     SAMPLING_DEFAULTS_FIELD_NUMBER: _builtins.int
+    LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name to put into GenerateRequest.model."""
     max_model_len: _builtins.int
@@ -563,6 +564,10 @@ class GetModelInfoResponse(_message.Message):
     def sampling_defaults(self) -> _common_pb2.SamplingParams:
         """The model's sampling defaults."""
 
+    @_builtins.property
+    def lora_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA adapters that some instance has, sorted: names to put into GenerateRequest.lora, or into GenerateRequest.model."""
+
     def __init__(
         self,
         *,
@@ -573,10 +578,11 @@ class GetModelInfoResponse(_message.Message):
         supports_chat: _builtins.bool = ...,
         identity: _common_pb2.Identity | None = ...,
         sampling_defaults: _common_pb2.SamplingParams | None = ...,
+        lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "identity", b"identity", "max_model_len", b"max_model_len", "model", b"model", "sampling_defaults", b"sampling_defaults", "supports_chat", b"supports_chat", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "identity", b"identity", "lora_adapters", b"lora_adapters", "max_model_len", b"max_model_len", "model", b"model", "sampling_defaults", b"sampling_defaults", "supports_chat", b"supports_chat", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

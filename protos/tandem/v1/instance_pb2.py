@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from protos.tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/instance.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x18\n\x16GetInstanceInfoRequest\"\xa7\x03\n\x17GetInstanceInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0einstance_epoch\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12%\n\x08identity\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Identity\x12\r\n\x05model\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\x03\x12\x12\n\nvocab_size\x18\x08 \x01(\x03\x12\x12\n\nnum_blocks\x18\t \x01(\x03\x12\x12\n\nblock_size\x18\n \x01(\x05\x12\x17\n\x0f\x62ytes_per_block\x18\x0b \x01(\x03\x12\x14\n\x0ckv_connector\x18\x0c \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x0e \x01(\x03\x12\x1c\n\x14supports_constraints\x18\x0f \x01(\x08\x12\x0e\n\x06\x64omain\x18\x10 \x01(\t\x12\x13\n\x0b\x63onstraints\x18\x11 \x03(\t\"*\n\x10WatchLoadRequest\x12\x16\n\x0emax_interval_s\x18\x01 \x01(\x01\"^\n\nBlockUsage\x12\x0c\n\x04\x66ree\x18\x01 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\x03\x12\x0f\n\x07running\x18\x03 \x01(\x03\x12\x0c\n\x04held\x18\x04 \x01(\x03\x12\x13\n\x0bquarantined\x18\x05 \x01(\x03\"E\n\x08StepCost\x12\x0e\n\x06\x62\x61se_s\x18\x01 \x01(\x01\x12\x14\n\x0cper_stream_s\x18\x02 \x01(\x01\x12\x13\n\x0bper_token_s\x18\x03 \x01(\x01\"\xf1\x04\n\x11WatchLoadResponse\x12\x16\n\x0einstance_epoch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x03\x12\x13\n\x0bnum_running\x18\x04 \x01(\x03\x12\x13\n\x0bnum_loading\x18\x05 \x01(\x03\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\x03\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.tandem.v1.BlockUsage\x12\x11\n\tnum_steps\x18\x08 \x01(\x03\x12\x16\n\x0e\x63ore_silence_s\x18\t \x01(\x01\x12\x0e\n\x06step_s\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x15\n\rnum_transfers\x18\x0c \x01(\x03\x12\x1c\n\x14num_prefilled_tokens\x18\r \x01(\x03\x12\x1c\n\x14num_generated_tokens\x18\x0e \x01(\x03\x12\x1b\n\x13num_external_tokens\x18\x0f \x01(\x03\x12\x1d\n\x15num_recomputed_blocks\x18\x10 \x01(\x03\x12\x1a\n\x12num_expired_leases\x18\x11 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x12 \x01(\x03\x12\x12\n\nmoving_out\x18\x13 \x01(\x08\x12\x18\n\x10num_without_room\x18\x14 \x01(\x03\x12\x1d\n\x15num_uncomputed_tokens\x18\x15 \x01(\x03\x12\x16\n\x0enum_prefilling\x18\x16 \x01(\x03\x12&\n\tstep_cost\x18\x17 \x01(\x0b\x32\x13.tandem.v1.StepCost\x12\x12\n\nload_age_s\x18\x18 \x01(\x01\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x03*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xf1\x01\n\x0fInstanceService\x12X\n\x0fGetInstanceInfo\x12!.tandem.v1.GetInstanceInfoRequest\x1a\".tandem.v1.GetInstanceInfoResponse\x12H\n\tWatchLoad\x12\x1b.tandem.v1.WatchLoadRequest\x1a\x1c.tandem.v1.WatchLoadResponse0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/instance.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x18\n\x16GetInstanceInfoRequest\"\xbe\x03\n\x17GetInstanceInfoResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x16\n\x0einstance_epoch\x18\x02 \x01(\t\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12%\n\x08identity\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Identity\x12\r\n\x05model\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\x03\x12\x12\n\nvocab_size\x18\x08 \x01(\x03\x12\x12\n\nnum_blocks\x18\t \x01(\x03\x12\x12\n\nblock_size\x18\n \x01(\x05\x12\x17\n\x0f\x62ytes_per_block\x18\x0b \x01(\x03\x12\x14\n\x0ckv_connector\x18\x0c \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\r \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x0e \x01(\x03\x12\x1c\n\x14supports_constraints\x18\x0f \x01(\x08\x12\x0e\n\x06\x64omain\x18\x10 \x01(\t\x12\x13\n\x0b\x63onstraints\x18\x11 \x03(\t\x12\x15\n\rlora_adapters\x18\x12 \x03(\t\"*\n\x10WatchLoadRequest\x12\x16\n\x0emax_interval_s\x18\x01 \x01(\x01\"^\n\nBlockUsage\x12\x0c\n\x04\x66ree\x18\x01 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\x03\x12\x0f\n\x07running\x18\x03 \x01(\x03\x12\x0c\n\x04held\x18\x04 \x01(\x03\x12\x13\n\x0bquarantined\x18\x05 \x01(\x03\"E\n\x08StepCost\x12\x0e\n\x06\x62\x61se_s\x18\x01 \x01(\x01\x12\x14\n\x0cper_stream_s\x18\x02 \x01(\x01\x12\x13\n\x0bper_token_s\x18\x03 \x01(\x01\"\xf1\x04\n\x11WatchLoadResponse\x12\x16\n\x0einstance_epoch\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x03\x12\x13\n\x0bnum_running\x18\x04 \x01(\x03\x12\x13\n\x0bnum_loading\x18\x05 \x01(\x03\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\x03\x12%\n\x06\x62locks\x18\x07 \x01(\x0b\x32\x15.tandem.v1.BlockUsage\x12\x11\n\tnum_steps\x18\x08 \x01(\x03\x12\x16\n\x0e\x63ore_silence_s\x18\t \x01(\x01\x12\x0e\n\x06step_s\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x15\n\rnum_transfers\x18\x0c \x01(\x03\x12\x1c\n\x14num_prefilled_tokens\x18\r \x01(\x03\x12\x1c\n\x14num_generated_tokens\x18\x0e \x01(\x03\x12\x1b\n\x13num_external_tokens\x18\x0f \x01(\x03\x12\x1d\n\x15num_recomputed_blocks\x18\x10 \x01(\x03\x12\x1a\n\x12num_expired_leases\x18\x11 \x01(\x03\x12\x17\n\x0fnum_preemptions\x18\x12 \x01(\x03\x12\x12\n\nmoving_out\x18\x13 \x01(\x08\x12\x18\n\x10num_without_room\x18\x14 \x01(\x03\x12\x1d\n\x15num_uncomputed_tokens\x18\x15 \x01(\x03\x12\x16\n\x0enum_prefilling\x18\x16 \x01(\x03\x12&\n\tstep_cost\x18\x17 \x01(\x0b\x32\x13.tandem.v1.StepCost\x12\x12\n\nload_age_s\x18\x18 \x01(\x01\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\'\n\rDrainResponse\x12\x16\n\x0enum_unfinished\x18\x01 \x01(\x03*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32\xf1\x01\n\x0fInstanceService\x12X\n\x0fGetInstanceInfo\x12!.tandem.v1.GetInstanceInfoRequest\x1a\".tandem.v1.GetInstanceInfoResponse\x12H\n\tWatchLoad\x12\x1b.tandem.v1.WatchLoadRequest\x1a\x1c.tandem.v1.WatchLoadResponse0\x01\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1428
-  _globals['_ROLE']._serialized_end=1491
+  _globals['_ROLE']._serialized_start=1451
+  _globals['_ROLE']._serialized_end=1514
   _globals['_GETINSTANCEINFOREQUEST']._serialized_start=63
   _globals['_GETINSTANCEINFOREQUEST']._serialized_end=87
   _globals['_GETINSTANCEINFORESPONSE']._serialized_start=90
-  _globals['_GETINSTANCEINFORESPONSE']._serialized_end=513
-  _globals['_WATCHLOADREQUEST']._serialized_start=515
-  _globals['_WATCHLOADREQUEST']._serialized_end=557
-  _globals['_BLOCKUSAGE']._serialized_start=559
-  _globals['_BLOCKUSAGE']._serialized_end=653
-  _globals['_STEPCOST']._serialized_start=655
-  _globals['_STEPCOST']._serialized_end=724
-  _globals['_WATCHLOADRESPONSE']._serialized_start=727
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1352
-  _globals['_DRAINREQUEST']._serialized_start=1354
-  _globals['_DRAINREQUEST']._serialized_end=1385
-  _globals['_DRAINRESPONSE']._serialized_start=1387
-  _globals['_DRAINRESPONSE']._serialized_end=1426
-  _globals['_INSTANCESERVICE']._serialized_start=1494
-  _globals['_INSTANCESERVICE']._serialized_end=1735
+  _globals['_GETINSTANCEINFORESPONSE']._serialized_end=536
+  _globals['_WATCHLOADREQUEST']._serialized_start=538
+  _globals['_WATCHLOADREQUEST']._serialized_end=580
+  _globals['_BLOCKUSAGE']._serialized_start=582
+  _globals['_BLOCKUSAGE']._serialized_end=676
+  _globals['_STEPCOST']._serialized_start=678
+  _globals['_STEPCOST']._serialized_end=747
+  _globals['_WATCHLOADRESPONSE']._serialized_start=750
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1375
+  _globals['_DRAINREQUEST']._serialized_start=1377
+  _globals['_DRAINREQUEST']._serialized_end=1408
+  _globals['_DRAINRESPONSE']._serialized_start=1410
+  _globals['_DRAINRESPONSE']._serialized_end=1449
+  _globals['_INSTANCESERVICE']._serialized_start=1517
+  _globals['_INSTANCESERVICE']._serialized_end=1758
 # @@protoc_insertion_point(module_scope)

@@ -84,6 +84,7 @@ class GetInstanceInfoResponse(_message.Message):
     SUPPORTS_CONSTRAINTS_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     CONSTRAINTS_FIELD_NUMBER: _builtins.int
+    LORA_ADAPTERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Stable, readable name."""
     instance_epoch: _builtins.str
@@ -124,6 +125,10 @@ class GetInstanceInfoResponse(_message.Message):
         field: json_object, json_schema, regex, choice and grammar.
         """
 
+    @_builtins.property
+    def lora_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the LoRA adapters that it has, sorted. Their weights are part of its identity."""
+
     def __init__(
         self,
         *,
@@ -144,10 +149,11 @@ class GetInstanceInfoResponse(_message.Message):
         supports_constraints: _builtins.bool = ...,
         domain: _builtins.str = ...,
         constraints: _abc.Iterable[_builtins.str] | None = ...,
+        lora_adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "constraints", b"constraints", "domain", b"domain", "identity", b"identity", "instance_epoch", b"instance_epoch", "instance_id", b"instance_id", "kv_connector", b"kv_connector", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "constraints", b"constraints", "domain", b"domain", "identity", b"identity", "instance_epoch", b"instance_epoch", "instance_id", b"instance_id", "kv_connector", b"kv_connector", "lora_adapters", b"lora_adapters", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "role", b"role", "supports_constraints", b"supports_constraints", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

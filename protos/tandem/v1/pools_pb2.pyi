@@ -379,11 +379,14 @@ class ExplainPickRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The prompt as text; not together with token_ids."""
     session: _builtins.str
     """The session it belongs to; empty for none."""
     cache_salt: _builtins.str
+    """As in GenerateRequest."""
+    lora: _builtins.str
     """As in GenerateRequest."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds:
@@ -396,10 +399,11 @@ class ExplainPickRequest(_message.Message):
         text: _builtins.str = ...,
         session: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        lora: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora", b"lora", "session", b"session", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
