@@ -27,6 +27,8 @@ import msgspec
 from engine.config import LoadFormat
 from engine.errors import CheckpointChanged, EngineError, shown
 from engine.kv_layout import LAYOUT_VERSION, PageLayout
+from engine.models.adapter_config import CONFIG as ADAPTER_CONFIG
+from engine.models.adapter_config import adapters_digest
 
 COMPUTATION_VERSION = 2
 """Of what this engine makes of a checkpoint: KV, logits, sampled ids. Raised by each change of them beyond rounding, so
@@ -92,6 +94,14 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         if not self.fingerprint:
             parts = (str(getattr(self, name)).encode() for name in self.__struct_fields__ if name != "fingerprint")
             msgspec.structs.force_setattr(self, "fingerprint", _digest_parts(parts))
+
+    def with_adapters(self, folders: Mapping[str, str]) -> ModelIdentity:
+        """Of the same model with LoRA adapters, folders by name. Their names and tensors are part of its weights:
+        a request gives the name, and its KV depends on the tensors."""
+        if not folders:
+            return self
+        digest = _digest_parts((self.weights_digest.encode(), adapters_digest(folders).encode()))
+        return msgspec.structs.replace(self, weights_digest=digest, fingerprint="")
 
     def mismatches(self, other: ModelIdentity) -> list[tuple[str, str, str]]:
         """(field, mine, theirs) for every field that differs."""
@@ -162,8 +172,9 @@ class CheckpointState:
         for path in folder.glob("*.safetensors"):
             with contextlib.suppress(OSError):
                 files[path.name] = _cache_key(path)
-        with contextlib.suppress(OSError):
-            files["config.json"] = (folder / "config.json").read_bytes()
+        for name in ("config.json", ADAPTER_CONFIG):
+            with contextlib.suppress(OSError):
+                files[name] = (folder / name).read_bytes()
         return cls(folder, files)
 
     def check(self) -> None:

@@ -112,8 +112,10 @@ class LLM:
         """`model` is a checkpoint's folder, owner/name on the Hugging Face hub (at `revision`: a branch, tag or
         commit), or demo. With `seed` the requests without a seed of their own draw the same in every run; it is also
         the seed of dummy weights. `engine_options` are further fields of `EngineConfig` (dtype, device, max_model_len,
-        block_size, max_num_seqs, …) and their names in vLLM (engine/vllm_names.py); unsupported ones are refused."""
+        block_size, max_num_seqs, lora_adapters, …) and their names in vLLM (engine/vllm_names.py); unsupported ones
+        are refused."""
         fields = {**_OFFLINE, **engine_fields({**engine_options, "seed": seed})}
+        fields["lora_adapters"] = {name: str(path) for name, path in fields.get("lora_adapters", {}).items()}
         folder = resolve(str(model), revision)
         if tokenizer is not None and resolve(str(tokenizer), revision) != folder:
             raise NotSupported("tokenizer", shown(str(tokenizer)), "None; use a model folder with its tokenizer.json")
@@ -162,18 +164,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. Results are
-        in the order of the prompts. Raises InvalidRequest, before any prompt is computed, if one is invalid or its
-        constraint cannot be compiled, and EngineError if that takes longer than `grammar_s` for one of them. An output
-        that fails later, since its parameters leave no token or the model's logits are not finite, ends with
-        finish_reason error."""
+        """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. `lora` names
+        one of lora_adapters for all prompts, or one for each; "": none. Results are in the order of the prompts.
+
+        Raises InvalidRequest, before any prompt is computed, if one is invalid or its constraint cannot be compiled,
+        and EngineError if that takes longer than `grammar_s` for one of them. An output that fails later, since its
+        parameters leave no token or the model's logits are not finite, ends with finish_reason error."""
         listed = _as_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _one_for_each(given, len(listed))
+        adapters = self._adapters(lora, len(listed))
         batch = _Batch(self.core, self._woken)
         is_default = sampling_params is None
-        outputs = [self._add(batch, prompt, params, is_default) for prompt, params in zip(listed, each, strict=True)]
+        outputs = [self._add(batch, *one, is_default) for one in zip(listed, each, adapters, strict=True)]
         with self.torch_settings():
             batch.generate(use_tqdm=use_tqdm)
         return outputs
@@ -184,6 +189,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora: str | Sequence[str] = "",
         chat_template: str | None = None,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -206,12 +212,25 @@ class LLM:
                 raise
             raise InvalidRequest("chat_template_kwargs", error.problem, error.allowed) from None
         prompts = [{"prompt_token_ids": ids} for ids in token_ids]
-        results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora=lora)
         for result, each in zip(results, conversations, strict=True):
             result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
         return results
 
-    def _add(self, batch: _Batch, prompt: Prompt, params: SamplingParams, is_default: bool) -> RequestOutput:
+    def _adapters(self, lora: str | Sequence[str], num_prompts: int) -> list[str]:
+        """The adapter of each prompt. Raises InvalidRequest."""
+        names, known = [lora] * num_prompts if isinstance(lora, str) else [*lora], self.core.info.lora_adapters
+        if len(names) != num_prompts:
+            raise InvalidRequest(
+                "lora", f"{len(names)} given for {num_prompts} prompts", "one for each, or one for all"
+            )
+        for name in names:
+            if name not in ("", *known):
+                allowed = ", ".join(known) if known else "none: LLM(lora_adapters={name: folder}) is not set"
+                raise InvalidRequest("lora", f"{shown(name)} is not an adapter of this model", allowed)
+        return names
+
+    def _add(self, batch: _Batch, prompt: Prompt, params: SamplingParams, lora: str, is_default: bool) -> RequestOutput:
         """`is_default`: the model's own parameters, whose max_tokens is cut to the context."""
         info = self.core.info
         params = msgspec.structs.replace(params)  # callers may assign to theirs, before and later
@@ -247,6 +266,7 @@ class LLM:
                 eos_token_ids=eos_token_ids,
                 seed=seed,
                 choice=index,
+                lora=lora,
             )
             choices.append(_Choice(request, output, result, processor, self.tokenizer))
         batch.add(choices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, compress
 from typing import NamedTuple
@@ -26,9 +26,12 @@ from engine.scheduling.scheduler_output import Sampled, ScheduledRequest, Schedu
 class ModelRunner:
     """Plans steps for the executor and samples from their logits."""
 
-    def __init__(self, executor: Executor, kv: KVCacheManager, kv_cache: torch.Tensor) -> None:
-        """`kv_cache`: what the executor has allocated."""
+    def __init__(
+        self, executor: Executor, kv: KVCacheManager, kv_cache: torch.Tensor, adapters: Iterable[str] = ()
+    ) -> None:
+        """`kv_cache`: what the executor has allocated; `adapters`: names of those that requests may give."""
         self._executor = executor
+        self._adapters = {name: index for index, name in enumerate(["", *sorted(adapters)], -1)}
         self._kv = kv
         self._kv_cache = kv_cache
         self._sampler = TokenSampler()
@@ -126,9 +129,13 @@ class ModelRunner:
         table_rows = np.array([self._kv.rows[query.request.request_id] for query in queries])
         num_blocks = -(-int((starts + lens).max()) // block_size)
         token_ids = np.fromiter(chain.from_iterable(query.token_ids for query in queries), np.int64, int(lens.sum()))
-        return StepInputs.of(
-            token_ids, starts, lens, self._kv.block_tables[table_rows, :num_blocks], block_size, needed
-        )
+        block_tables, adapters = self._kv.block_tables[table_rows, :num_blocks], self._adapters_of(queries)
+        return StepInputs.of(token_ids, starts, lens, block_tables, block_size, needed, adapters)
+
+    def _adapters_of(self, queries: list[_Query]) -> npt.NDArray[np.int64] | None:
+        if not any(query.request.spec.lora for query in queries):
+            return None
+        return np.array([self._adapters[query.request.spec.lora] for query in queries], np.int64)
 
 
 class _Query(NamedTuple):

@@ -51,7 +51,7 @@ _ALLOWED = {
 
 _SERVE = "a stack of instances: tandem up, docs/disaggregation.md"
 _NO_GRAPHS = "enforce_eager decides about CUDA graphs; there is no torch.compile"
-_NO_LORA = "a checkpoint with the adapter merged into its weights"
+_LORA = "lora_adapters={name: folder}, and generate(…, lora=name)"
 _TEXT_ONLY = "text prompts: models of images and audio are not supported"
 
 LLM_ARGUMENTS: dict[str, Fixed] = {
@@ -84,7 +84,7 @@ LLM_ARGUMENTS: dict[str, Fixed] = {
     "task": Fixed(("auto", "generate"), "a model that generates text"),
     "runner": Fixed(("auto", "generate"), "a model that generates text"),
     "convert": Fixed(("auto", "none"), "a model that generates text"),
-    "enable_lora": Fixed((False,), _NO_LORA),
+    "enable_lora": Fixed((False,), _LORA),
     "limit_mm_per_prompt": Fixed(({},), _TEXT_ONLY),
     "mm_processor_kwargs": Fixed(({},), _TEXT_ONLY),
     "allowed_local_media_path": Fixed(("",), _TEXT_ONLY),

@@ -7,7 +7,9 @@ and near-ties are rare.
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +153,40 @@ def _dequantised(weight: torch.Tensor, quantization: str) -> torch.Tensor:
             parts.append((part / step).round().clamp(lowest, highest) * step)
         rows.append(torch.cat(parts))
     return torch.stack(rows)
+
+
+def write_adapter(
+    folder: Path,
+    model: Path,
+    *,
+    rank: int = 4,
+    modules: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """A LoRA adapter of the checkpoint `model` in PEFT's form, with numbers as large as those of the weights. `config`:
+    fields of adapter_config.json."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith(tuple(modules)):
+            for letter, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
+                std = weight.shape[1] ** -0.5 if letter == "A" else 0.5
+                numbers = torch.randn(shape, generator=generator) * std
+                tensors[f"base_model.model.{layer}.lora_{letter}.weight"] = numbers
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": [*modules], "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def merged(model: Path, adapter: Path, target: Path, scale: float) -> Path:
+    """A copy of the checkpoint `model` whose weights have what the adapter adds to them."""
+    shutil.copytree(model, target)
+    weights, added = load_file(target / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name in [name for name in added if ".lora_A." in name]:
+        weight = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        weights[weight] += scale * added[name.replace(".lora_A.", ".lora_B.")] @ added[name]
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target

@@ -88,20 +88,20 @@ class EngineCore:
     @explained_out_of_memory()
     def __init__(self, config: EngineConfig, wake: Callable[[], None]) -> None:
         self.config = config
-        checkpoint = CheckpointState.of(config.model)
+        checkpoints = [*map(CheckpointState.of, (config.model, *config.lora_adapters.values()))]
         model_config = read_config(config.model, config.model_impl)
         if config.device == "cpu" and model_config.resolve_dtype(config.dtype) == "float16":
             logger.info("%s%s", START_UP, _FLOAT16)
         with contextlib.ExitStack() as started:  # what a start that fails has to end
             self._executor = make_executor(config, model_config, wake)
             started.callback(self._executor.shutdown)
-            self._set_up(model_config, checkpoint, wake, started)
+            self._set_up(model_config, checkpoints, wake, started)
             started.pop_all()
 
     def _set_up(
         self,
         model_config: DecoderConfig,
-        checkpoint: CheckpointState,
+        checkpoints: Sequence[CheckpointState],
         wake: Callable[[], None],
         started: contextlib.ExitStack,
     ) -> None:
@@ -116,8 +116,9 @@ class EngineCore:
             seed=config.seed,
             backend=model_config.backend,
             quantization=config.quantization,
-        )
-        checkpoint.check()
+        ).with_adapters(config.lora_adapters)
+        for files in checkpoints:
+            files.check()
         self._fingerprint = identity.fingerprint
         num_blocks = _num_blocks(config, layout, model_config.max_model_len, self._executor)
         max_model_len = _max_model_len(config, model_config.max_model_len, num_blocks)
@@ -134,7 +135,7 @@ class EngineCore:
         self._connector.register_kv_cache(kv_cache, layout, bytes.fromhex(self._fingerprint))
         self_test(self._connector)
         started.callback(self._connector.shutdown)
-        self._runner = ModelRunner(self._executor, kv, kv_cache)
+        self._runner = ModelRunner(self._executor, kv, kv_cache, config.lora_adapters)
         drafter = Drafter(
             config.num_speculative_tokens,
             max_num_rows=config.max_num_seqs,
@@ -167,6 +168,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_connector=self._connector.name,
             attention_backend=self._executor.attention_name,
+            lora_adapters=sorted(config.lora_adapters),
             pid=os.getpid(),
         )
 

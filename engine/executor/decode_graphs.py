@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention import AttentionMetadata
 from engine.attention.openmp import Launch, LaunchProgram, recording, run_launches_address
-from engine.models import Decoder, LastTokens
+from engine.models import AdapterRows, Decoder, LastTokens
 
 Step = Callable[[], torch.Tensor]
 Capture = Callable[[Step], tuple[Callable[[], object], torch.Tensor]]
@@ -110,11 +110,13 @@ class GraphedDecoder:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
+        adapters: AdapterRows = (),
     ) -> torch.Tensor:
-        """See `Decoder.forward`. `kv_cache` is the same in every call; a step of single tokens is computed whole."""
+        """See `Decoder.forward`. `kv_cache` is the same in every call; a step of single tokens is computed whole. With
+        adapters a step is not recorded: their rows differ from step to step."""
         num_tokens = len(token_ids)
-        if metadata.max_query_len > 1 or num_tokens > self._sizes[-1]:
-            return self._model.forward(token_ids, positions, kv_cache, metadata, needed)
+        if adapters or metadata.max_query_len > 1 or num_tokens > self._sizes[-1]:
+            return self._model.forward(token_ids, positions, kv_cache, metadata, needed, adapters)
         size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
         if self._num_uncaptured[size]:
             self._num_uncaptured[size] -= 1

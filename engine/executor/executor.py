@@ -121,7 +121,8 @@ class OneProcessExecutor:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         token_ids, positions, metadata = inputs.tensors(self._device)
-        return self._model.forward(token_ids, positions, self._kv_cache, metadata, inputs.last_tokens(metadata))
+        needed, adapters = inputs.last_tokens(metadata), inputs.adapter_rows(self._device)
+        return self._model.forward(token_ids, positions, self._kv_cache, metadata, needed, adapters)
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:
         return self._model.compute_logits(hidden[torch.from_numpy(rows).to(self._device)])

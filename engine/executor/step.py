@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention import AttentionMetadata
-from engine.models import LastTokens
+from engine.models import AdapterRows, LastTokens
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -34,6 +34,8 @@ class StepInputs:
     max_seq_len: int
     needed: Int64 | None = None
     """Requests whose last token's hidden state is needed; None: the hidden states of all tokens are."""
+    adapters: Int64 | None = None
+    """Each request's adapter, by its index; -1: none. None: no request has one."""
 
     @classmethod
     def of(
@@ -44,6 +46,7 @@ class StepInputs:
         block_tables: Int32,
         block_size: int,
         needed: Int64 | None = None,
+        adapters: Int64 | None = None,
     ) -> StepInputs:
         """A step of the tokens [start, start + length) of each request; `token_ids` are theirs, request after request,
         `block_tables` [num_requests, max_blocks]."""
@@ -63,6 +66,7 @@ class StepInputs:
             max_query_len=int(lens.max()),
             max_seq_len=int(seq_lens.max()),
             needed=needed,
+            adapters=adapters,
         )
 
     def micro_batches(self, num_stages: int) -> list[StepInputs]:
@@ -94,6 +98,7 @@ class StepInputs:
             int(np.diff(bounds).max()),
             int(seq_lens.max()),
             needed,
+            None if self.adapters is None else self.adapters[first:last],
         )
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
@@ -130,6 +135,14 @@ class StepInputs:
         )
         return LastTokens(torch.from_numpy(rows).to(device), alone)
 
+    def adapter_rows(self, device: torch.device) -> AdapterRows:
+        """The places of the tokens of each adapter that is used."""
+        if self.adapters is None:
+            return ()
+        by_token = np.repeat(self.adapters, np.diff(self.query_start_loc))
+        used = np.unique(by_token[by_token >= 0]).tolist()
+        return [(one, torch.from_numpy(np.flatnonzero(by_token == one)).to(device)) for one in used]
+
 
 def _on(device: torch.device, *arrays: Int32 | Int64) -> list[torch.Tensor]:
     """Arrays, those of larger elements first, on the device. On CPU they share memory."""
@@ -164,21 +177,24 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     block_tables: bytes
     """int32 [num_requests, max_blocks]."""
     needed: bytes | None
-    """See `StepInputs`."""
+    """See `StepInputs`; so is the next one."""
+    adapters: bytes | None = None
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Step:
         lens = np.diff(inputs.query_start_loc).astype(np.int64)
         needed = None if inputs.needed is None else inputs.needed.tobytes()
-        starts = inputs.seq_lens - lens
-        return cls(inputs.token_ids.tobytes(), starts.tobytes(), lens.tobytes(), inputs.block_tables.tobytes(), needed)
+        adapters = None if inputs.adapters is None else inputs.adapters.tobytes()
+        starts, tables = inputs.seq_lens - lens, inputs.block_tables.tobytes()
+        return cls(inputs.token_ids.tobytes(), starts.tobytes(), lens.tobytes(), tables, needed, adapters)
 
     def inputs(self, block_size: int) -> StepInputs:
         """As they were given."""
         token_ids, starts, lens = (_int64(part) for part in (self.token_ids, self.starts, self.lens))
         block_tables = np.frombuffer(bytearray(self.block_tables), np.int32).reshape(len(lens), -1)
         needed = None if self.needed is None else _int64(self.needed)
-        return StepInputs.of(token_ids, starts, lens, block_tables, block_size, needed)
+        adapters = None if self.adapters is None else _int64(self.adapters)
+        return StepInputs.of(token_ids, starts, lens, block_tables, block_size, needed, adapters)
 
 
 def _int64(numbers: bytes) -> Int64:

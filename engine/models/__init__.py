@@ -3,6 +3,7 @@ those of transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -29,6 +30,10 @@ class LastTokens:
     """As if these were the step's only queries; its slot_mapping is that of all tokens."""
 
 
+AdapterRows = Sequence[tuple[int, "torch.Tensor"]]
+"""Of each adapter in a step: its index among the engine's, by name, and the places of its tokens, int64 [num_rows]."""
+
+
 class Decoder(Protocol):
     """Owns the weights; the caller owns the KV cache and the step's metadata. Used by one thread."""
 
@@ -42,11 +47,12 @@ class Decoder(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
+        adapters: AdapterRows = (),
     ) -> torch.Tensor:
         """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size].
 
         Keys and values of the step are written into kv_cache at metadata.slot_mapping. With `needed` the hidden states
-        of other tokens may be anything.
+        of other tokens may be anything. `adapters`: only of decoders that were loaded with some.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -111,6 +117,7 @@ def load_model(
     import torch  # late: `config` is used without torch
 
     from engine.attention import select_backend
+    from engine.models.adapters import Adapters
     from engine.models.config import ModelConfig
     from engine.models.linear import LinearSource
     from engine.models.llama import LlamaModel
@@ -133,6 +140,9 @@ def load_model(
     if not isinstance(config, ModelConfig):
         from engine.models.transformers_backend import TransformersModel
 
+        if engine.lora_adapters:
+            raise UnsupportedModel("lora_adapters are supported for native models, not by the transformers backend")
+
         return TransformersModel(
             config,
             Path(engine.model),
@@ -150,12 +160,16 @@ def load_model(
         weights = DummyWeights(dummy_seed, dtype=dtype, device=device)
     if part is not None:
         weights = PartWeights(weights, part, config)
+    part, adapters = part or Parallelism().part(0, config), None
+    if engine.lora_adapters:
+        adapters = Adapters(engine.lora_adapters, part, config, dtype=dtype, device=device)
     return LlamaModel(
         config,
-        LinearSource(weights, dtype, engine.quantization),
+        LinearSource(weights, dtype, engine.quantization, adapters),
         device=device,
         attention=attention,
-        part=part or Parallelism().part(0, config),
+        part=part,
         ranks=ranks or OneRank(),
         stages=stages or OneStage(),
+        adapters=adapters,
     )

@@ -22,6 +22,13 @@ from engine.models.quantized import QuantizedLinear, stacked
 from engine.models.weights import WeightSource
 
 
+class Additions(Protocol):
+    """What is added to linear layers."""
+
+    def added_to(self, base: Linear, parts: Mapping[str, int], in_features: int) -> Linear:
+        """`base`, the projections `parts` of one input, with what is added to them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinearSource:
     """Takes linear layers from a source of tensors, as quantised as they shall be."""
@@ -30,9 +37,14 @@ class LinearSource:
     dtype: torch.dtype
     """Of inputs and outputs."""
     quantization: Quantization = "none"
+    adapters: Additions | None = None
 
     def take(self, parts: dict[str, int], in_features: int, *, has_bias: bool) -> Linear:
         """One matrix for several projections of the same input, in this order; `parts`: name -> output features."""
+        base = self._base(parts, in_features, has_bias=has_bias)
+        return base if self.adapters is None else self.adapters.added_to(base, parts, in_features)
+
+    def _base(self, parts: dict[str, int], in_features: int, *, has_bias: bool) -> Linear:
         weights, quantization = self.weights, self.quantization
         shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
         biases = {f"{name}.bias": (size,) for name, size in parts.items()} if has_bias else {}

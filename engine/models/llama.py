@@ -7,12 +7,13 @@ experts: data in ModelConfig.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.attention import AttentionBackend, AttentionMetadata
-from engine.models import LastTokens
+from engine.models import AdapterRows, LastTokens
+from engine.models.adapters import Adapters
 from engine.models.config import ModelConfig, RopeParameters
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.linear import Linear, LinearSource, make_linear
@@ -49,9 +50,11 @@ class LlamaModel:
         part: Part,
         ranks: RankGroup,
         stages: Stages,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`linears` has the tensors of `part`; `ranks` are those of its stage. Raises InvalidCheckpoint for a tensor
-        that is missing, has the wrong shape or is not used."""
+        """`linears` has the tensors of `part`; `ranks` are those of its stage; `adapters`, if there are some, are those
+        of `linears`. Raises InvalidCheckpoint for a tensor that is missing, has the wrong shape or is not used, and
+        UnsupportedModel for an adapter's tensors that are not used."""
         self.config = config
         self.dtype = linears.dtype
         self.device = device
@@ -60,6 +63,7 @@ class LlamaModel:
         self._part = part
         self._ranks = ranks
         self._stages = stages
+        self._adapters = adapters
         row_sizes = (config.hidden_size, *(len(part.share(size)) for size in config.intermediate_sizes))
         self._elementwise = elementwise_for(device, self.dtype, row_sizes=row_sizes, head_dim=config.head_dim)
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=device)
@@ -78,6 +82,8 @@ class LlamaModel:
                 head = head if torch.equal(own, head) else own  # a fine-tune's, which transformers does not tie either
             self._lm_head = make_linear(head)
         weights.finish(ignored=("rotary_emb.inv_freq",))  # a table in old checkpoints
+        if adapters is not None:
+            adapters.finish()
 
     @torch.inference_mode()
     def forward(
@@ -87,6 +93,7 @@ class LlamaModel:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
+        adapters: AdapterRows = (),
     ) -> torch.Tensor:
         """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size], 0 where not
         `needed`; before the last stage those that the next one gets.
@@ -96,6 +103,8 @@ class LlamaModel:
         """
         if not self._part.is_last_stage:
             needed = None
+        if self._adapters is not None:
+            self._adapters.rows = adapters
         elementwise, eps = self._elementwise, self.config.rms_norm_eps
         num_tokens = token_ids.shape[0]
         head_counts = [self._shape.num_heads, self._shape.num_kv_heads, self._shape.num_kv_heads]
@@ -108,6 +117,8 @@ class LlamaModel:
             query, key, value = qkv.view(num_tokens, -1, self._shape.head_dim).split_with_sizes(head_counts, dim=1)
             if needed is not None and index == len(self._layers) - 1:
                 query, residual, metadata = query[needed.rows], residual[needed.rows], needed.metadata
+                if self._adapters is not None:
+                    self._adapters.keep(needed.rows)
             attended = self._attention.forward(
                 query,
                 key,
@@ -325,6 +336,7 @@ def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwi
     # The router is never quantised: it decides which experts compute.
     router_shape = (experts.num_experts, hidden)
     router = make_linear(linears.weights.take(f"{prefix}.gate.weight", router_shape, is_kept=False))
+    linears = replace(linears, adapters=None)  # an expert's rows are not the step's
     return SparseMLP(
         router,
         [

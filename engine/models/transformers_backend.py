@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.attention import AttentionBackend, AttentionMetadata
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
-from engine.models import LastTokens
+from engine.models import AdapterRows, LastTokens
 from engine.models.config import SUPPORTED_DTYPES, DecoderConfig, read_json
 from engine.models.linear import Linear, make_linear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
@@ -133,9 +133,10 @@ class TransformersModel:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
+        adapters: AdapterRows = (),
     ) -> torch.Tensor:
         """See `Decoder.forward`. All tokens are computed."""
-        del needed
+        del needed, adapters
         token = _step.set(_Step(self._attention, kv_cache, metadata, self.config.sliding_windows))
         try:
             output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)

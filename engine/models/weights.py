@@ -84,7 +84,7 @@ class SafetensorsWeights(WeightSource):
         self._files: dict[str, Any] = {}  # untyped handles of safetensors
         folder = Path(folder)
         for file_name in _shards(folder):
-            self._files[file_name] = _open(folder / file_name)
+            self._files[file_name] = open_tensors(folder / file_name)
             for name in self._files[file_name].keys():  # noqa: SIM118 - a handle is not a dict
                 self._stored |= _single_experts(self._files[file_name], _Stored(file_name, name))
 
@@ -224,7 +224,7 @@ class PartWeights(WeightSource):
         return self._source.has(name)
 
     def take(self, name: str, shape: tuple[int, ...], *, is_kept: bool = True) -> torch.Tensor:
-        if cut := self._cut(name, shape):
+        if cut := cut_of(self._part, self._config, name, shape):
             return self._source.take(name, shape, is_kept=False).narrow(*cut).clone()  # so that the whole can be freed
         tensor = self._source.take(name, shape, is_kept=is_kept)
         if _module(name) in _INPUTS and self._part.tensor_rank:  # the bias of a sum over the ranks: the first adds it
@@ -234,34 +234,40 @@ class PartWeights(WeightSource):
     def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
         """See `WeightSource.take_quantized`."""
         matrix = self._source.take_quantized(name, shape, quantization)
-        cut = self._cut(name, shape)
+        cut = cut_of(self._part, self._config, name, shape)
         return matrix.narrow(*cut) if cut else matrix
 
     def keeps_codes(self, name: str, shape: tuple[int, int]) -> bool:
         """See `WeightSource.keeps_codes`."""
         return self._source.keeps_codes(name, shape)
 
-    def _cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-        """Dimension, start and length of the part; None: all of it."""
-        module = _module(name)
-        if module in _KV_HEADS:
-            heads, head_dim = self._part.kv_heads, self._config.head_dim
-            return 0, heads.start * head_dim, len(heads) * head_dim
-        if module in _OUTPUTS:
-            share = self._part.share(shape[0])
-            return 0, share.start, len(share)
-        if module in _INPUTS and name.endswith(".weight"):
-            share = self._part.share(shape[1])
-            return 1, share.start, len(share)
-        return None
-
     def finish(self, *, ignored: tuple[str, ...] = (), elsewhere: tuple[str, ...] = ()) -> None:
         """See `WeightSource.finish`. Other stages take their tensors."""
-        part, num_layers = self._part, self._config.num_layers
-        others = [f"model.layers.{layer}." for layer in range(num_layers) if layer not in part.layers]
-        others += () if part.is_first_stage else ("model.embed_tokens.",)
-        others += () if part.is_last_stage else ("model.norm.", "lm_head.")
+        others = of_other_stages(self._part, self._config.num_layers)
         self._source.finish(ignored=ignored, elsewhere=(*elsewhere, *others))
+
+
+def of_other_stages(part: Part, num_layers: int) -> list[str]:
+    """Beginnings of the names of their tensors."""
+    others = [f"model.layers.{layer}." for layer in range(num_layers) if layer not in part.layers]
+    others += () if part.is_first_stage else ("model.embed_tokens.",)
+    others += () if part.is_last_stage else ("model.norm.", "lm_head.")
+    return others
+
+
+def cut_of(part: Part, config: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Dimension, start and length of the part of the tensor called `name`, whole of this shape; None: all of it."""
+    module = _module(name)
+    if module in _KV_HEADS:
+        heads, head_dim = part.kv_heads, config.head_dim
+        return 0, heads.start * head_dim, len(heads) * head_dim
+    if module in _OUTPUTS:
+        share = part.share(shape[0])
+        return 0, share.start, len(share)
+    if module in _INPUTS and name.endswith(".weight"):
+        share = part.share(shape[1])
+        return 1, share.start, len(share)
+    return None
 
 
 _KV_HEADS = ("k_proj", "v_proj")
@@ -320,7 +326,7 @@ def shortened(names: list[str]) -> str:
 def check_files(folder: Path) -> None:
     """Raises InvalidCheckpoint if a file of the checkpoint is missing or incomplete. Reads headers alone."""
     for name in _shards(folder):
-        _open(folder / name)
+        open_tensors(folder / name)
 
 
 def _shards(folder: Path) -> list[str]:
@@ -340,7 +346,8 @@ def _shards(folder: Path) -> list[str]:
     return names
 
 
-def _open(path: Path) -> Any:
+def open_tensors(path: Path) -> Any:
+    """A handle of a safetensors file, untyped. Raises InvalidCheckpoint."""
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

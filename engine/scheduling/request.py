@@ -82,7 +82,7 @@ class Request:
     ) -> Request:
         """A new request. `fingerprint` is part of its block hashes."""
         token_ids = [*spec.prompt_token_ids, *spec.output_token_ids]
-        root = root_hash(fingerprint, cache_salt=spec.cache_salt)
+        root = root_hash(fingerprint, cache_salt=spec.cache_salt, lora=spec.lora)
         return cls(
             spec=spec,
             arrival=arrival,
