@@ -24,11 +24,11 @@ from pathlib import Path
 
 import msgspec
 
+from engine.adapter_config import CONFIG as ADAPTER_CONFIG
+from engine.adapter_config import adapters_digest
 from engine.config import LoadFormat
 from engine.errors import CheckpointChanged, EngineError, shown
 from engine.kv_layout import LAYOUT_VERSION, PageLayout
-from engine.models.adapter_config import CONFIG as ADAPTER_CONFIG
-from engine.models.adapter_config import adapters_digest
 
 COMPUTATION_VERSION = 2
 """Of what this engine makes of a checkpoint: KV, logits, sampled ids. Raised by each change of them beyond rounding, so

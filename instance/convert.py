@@ -51,6 +51,7 @@ class Limits:
     max_requests: int
     max_lease_s: float
     max_reservation_s: float
+    lora_adapters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ def _choice(
     _in_range("request.priority", request.priority, -100, 100)
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise invalid_argument("request.cache_salt", "is too long", f"at most {MAX_SALT_BYTES} bytes")
-    if request.lora:
-        raise NotFound(f"request.lora: adapter {shown(request.lora)} is not supported")
+    if request.lora and request.lora not in limits.lora_adapters:
+        raise NotFound(f"request.lora: this instance has no adapter {shown(request.lora)}")
     prompt = token_ids("request.prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     emitted = token_ids("request.emitted_token_ids", request.emitted_token_ids, limits.vocab_size)
     if not prompt:
@@ -132,6 +133,7 @@ def _choice(
         choice=request.choice,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        lora=request.lora,
         ttft_s=checked_seconds("request.ttft_s", request.ttft_s) or None,
         begin_s=checked_seconds("request.begin_s", request.begin_s) or None,
         itl_s=checked_seconds("request.itl_s", request.itl_s) or None,

@@ -306,6 +306,7 @@ class InstanceServer:
             max_requests=self.settings.instance.max_requests,
             max_lease_s=transfer.lease_s,
             max_reservation_s=transfer.reservation_s,
+            lora_adapters=frozenset(info.lora_adapters),
         )
 
 

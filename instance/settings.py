@@ -154,6 +154,12 @@ class EngineSection(Section):
         "Instances that exchange KV need the same.",
         flag="--quantization",
     )
+    lora_adapters: dict[str, str] = setting(
+        {},
+        "Folders of LoRA adapters in PEFT's form, by the name that requests give: {sql: /adapters/sql}. Instances that "
+        "exchange KV need the same. Of native decoders; not with vLLM.",
+        flag="--lora-adapters",
+    )
     device: Device = setting("cpu", "Device of the engine core.", flag="--device")
     block_size: int = setting(16, "Tokens in one KV block.", flag="--block-size", ge=1)
     num_blocks: int | None = setting(None, "KV blocks; none: kv_cache_bytes by block.", flag="--num-blocks", ge=2)
@@ -215,6 +221,13 @@ class EngineSection(Section):
             raise ValueError(
                 f"of the built-in engine alone; for vLLM write --vllm-args '{{{info.field_name}: {value}}}'"
             )
+        return value
+
+    @field_validator("lora_adapters")
+    @classmethod
+    def _are_native(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if value and info.data.get("kind") == "vllm":
+            raise ValueError("of the built-in engine alone")
         return value
 
     @field_validator("num_speculative_tokens")

@@ -3,7 +3,7 @@ those of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -101,6 +101,17 @@ def check_ranks(config: DecoderConfig, parallelism: Parallelism) -> None:
     parallelism.check(config)
 
 
+def check_adapters(config: DecoderConfig, folders: Mapping[str, str]) -> None:
+    """Raises UnsupportedModel or InvalidCheckpoint where the decoder takes no LoRA adapters, or their folders, by name,
+    do not say what is supported. Their tensors are not read."""
+    from engine.adapter_config import AdapterConfig
+
+    if folders and config.backend != "native":
+        raise UnsupportedModel("lora_adapters are supported for native models, not by the transformers backend")
+    for name, folder in folders.items():
+        AdapterConfig.read(name, folder)
+
+
 def load_model(
     config: DecoderConfig,
     engine: EngineConfig,
@@ -140,8 +151,7 @@ def load_model(
     if not isinstance(config, ModelConfig):
         from engine.models.transformers_backend import TransformersModel
 
-        if engine.lora_adapters:
-            raise UnsupportedModel("lora_adapters are supported for native models, not by the transformers backend")
+        check_adapters(config, engine.lora_adapters)
 
         return TransformersModel(
             config,

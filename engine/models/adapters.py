@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from safetensors import SafetensorError
 
+from engine.adapter_config import WEIGHTS, AdapterConfig
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models import AdapterRows
-from engine.models.adapter_config import WEIGHTS, AdapterConfig
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, make_linear
 from engine.models.weights import cut_of, of_other_stages, open_tensors, shortened

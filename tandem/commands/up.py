@@ -118,6 +118,11 @@ _DEMO_TOKENS = 60
     help="Bits of the weights of linear layers: a half or a quarter of the memory of bfloat16, and less exact.",
 )  # fmt: skip
 @click.option(
+    "--lora-adapter", "lora_adapters", multiple=True, metavar="NAME=FOLDER",
+    callback=lambda context, option, value: _adapters(value),
+    help="A LoRA adapter in PEFT's form, and the name by which requests choose it; may be given several times.",
+)  # fmt: skip
+@click.option(
     "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     help="cuda: each instance on a GPU of its own; fewer are shared, which requires --kv-memory. Several ranks: each "
     "on a GPU, without a KV connector only (docs/gpu.md). With --engine vllm its build decides.",
@@ -191,6 +196,7 @@ def command(
       tandem up                                        the demo model, 1 prefill + 1 decode
       tandem up --prefill 2 --decode 2 --port 50051
       tandem up --model Qwen/Qwen3-0.6B --dtype bfloat16 --kv-memory 2
+      tandem up --model Qwen/Qwen3-0.6B --lora-adapter sql=adapters/sql
       tandem up --device cuda --model Qwen/Qwen3-8B --connector nixl --prefill 1 --decode 3
       tandem up --prefill 0                            one instance that does both: the baseline
       TANDEM_API_KEY=$KEY tandem up --host 0.0.0.0     clients of other machines, with a token
@@ -206,7 +212,7 @@ def command(
     if (system := other_system()) is not None:
         raise click.ClickException(f"a stack needs Linux, and this is {system}; {IN_DOCKER}")
     from engine.errors import EngineError
-    from engine.models import check_ranks
+    from engine.models import check_adapters, check_ranks
     from engine.text.tokenizer import missing_tokenizer
 
     try:
@@ -230,6 +236,7 @@ def command(
             impl = settings.model_impl
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
             check_ranks(config, settings.parallelism)
+            check_adapters(config, settings.lora_adapters)
         check_addresses(settings)
         check_gpus(settings)
     except (EngineError, ValueError, OSError) as error:
@@ -246,6 +253,17 @@ def _check_api_key(value: str | None) -> str | None:
     if value is None and os.environ.get(_API_KEY) == "":
         raise click.UsageError(f"{_API_KEY} is empty: set it to a key, or `unset {_API_KEY}` for a stack without one")
     return value
+
+
+def _adapters(given: Sequence[str]) -> dict[str, str]:
+    """Absolute folders by name."""
+    pairs = [one.partition("=") for one in given]
+    if wrong := next((one for one, (name, _, folder) in zip(given, pairs, strict=True) if not (name and folder)), None):
+        raise click.BadParameter(f"{wrong!r} must be NAME=FOLDER, as in sql=adapters/sql")
+    folders = {name: str(Path(folder).expanduser().resolve()) for name, _, folder in pairs}
+    if len(folders) < len(pairs):
+        raise click.BadParameter("an adapter's name is given twice")
+    return folders
 
 
 def _check_connector(value: str) -> str:

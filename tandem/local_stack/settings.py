@@ -55,6 +55,8 @@ class StackSettings:
     dtype: str | None = None
     model_impl: ModelImpl = "auto"
     quantization: Quantization = "none"
+    lora_adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders by name."""
     device: Device = "cpu"
     """cuda: an instance gets GPUs of its own, as many as it has ranks, while there are enough."""
     tensor_parallel_size: int = 1
@@ -100,6 +102,8 @@ class StackSettings:
                 "--quantization is for the built-in engine; with --engine vllm use "
                 "--instance-arg='--vllm-args={quantization: …}'"
             )
+        if self.engine == "vllm" and self.lora_adapters:
+            raise ValueError("--lora-adapter is for the built-in engine")
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")
         split_connectors(self.connector, self.kv_url, None, {})

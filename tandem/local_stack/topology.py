@@ -8,6 +8,7 @@ fewest others have.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -296,6 +297,7 @@ class Topology:
                 "--device": None if self._settings.device == "cpu" else self._settings.device,
                 "--model-impl": self._settings.model_impl,
                 "--quantization": None if self._settings.quantization == "none" else self._settings.quantization,
+                "--lora-adapters": json.dumps(adapters) if (adapters := self._settings.lora_adapters) else None,
                 "--tensor-parallel-size": _above_one(self._settings.tensor_parallel_size),
                 "--pipeline-parallel-size": _above_one(self._settings.pipeline_parallel_size),
                 **self._connector_flags(),

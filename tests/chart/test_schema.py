@@ -97,6 +97,10 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"instance": {**VLLM, "settings": {"engine": {"quantization": "int8"}}}},
         "settings.engine.quantization of prefill: int8 is for the built-in engine on CPUs; leave it out, or set",
     ),
+    "adapters on vLLM": (
+        {"instance": {**VLLM, "settings": {"engine": {"lora_adapters": {"sql": "/adapters/sql"}}}}},
+        "settings.engine.lora_adapters of prefill: they are for the built-in engine, and the engine is vllm",
+    ),
     "drafts on vLLM": (
         {"instance": {**VLLM, "settings": {"engine": {"num_speculative_tokens": 3}}}},
         "settings.engine.num_speculative_tokens of prefill: it is for the built-in engine",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -191,8 +192,15 @@ def test_a_seed_must_be_there() -> None:
 
 
 def test_an_unknown_adapter_is_not_found() -> None:
-    with pytest.raises(NotFound, match="lora"):
+    with pytest.raises(NotFound, match=r"request\.lora: this instance has no adapter 'poet'"):
         prefill(instance_request(lora="poet"))
+
+
+def test_the_engine_gets_the_adapter() -> None:
+    limits = dataclasses.replace(LIMITS, lora_adapters=frozenset({"poet"}))
+    message = decode_pb2.DecodeStart(request=instance_request(lora="poet"))
+    choice, _ = convert.decode_choice(message, limits)
+    assert choice.engine_request.lora == "poet"
 
 
 def test_a_prefill_hands_over() -> None:

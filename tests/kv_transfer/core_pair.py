@@ -58,10 +58,10 @@ class CorePair:
         """While it is set, the decode core hears nothing of the KV."""
         self.held_back: list[TransferEvent] = []
 
-    def start(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        """Reserve at decode, then prefill."""
+    def start(self, name: str, prompt: list[int], params: SamplingParams, **more: object) -> None:
+        """Reserve at decode, then prefill. `more`: further fields of the request."""
         self.outcomes[name] = Outcome()
-        fields = {"request_id": name, "prompt_token_ids": prompt, "params": params, "seed": params.seed or 0}
+        fields = {"request_id": name, "prompt_token_ids": prompt, "params": params, "seed": params.seed or 0, **more}
         remote = RemoteKV(transfer_id=name, reservation_s=60.0)
         self.decode.handle(AddRequest(EngineRequest(**fields, remote_kv=remote)))  # type: ignore[arg-type]
         hold = HoldKV(transfer_id=name, lease_s=60.0)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
+from engine.adapter_config import AdapterConfig
 from engine.errors import CheckpointChanged, EngineError, InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from engine.identity import CheckpointState
-from engine.models.adapter_config import AdapterConfig
 from tests.builders import lively_checkpoint, merged, write_adapter
 from tests.oracle import GreedyOracle, random_prompts
 

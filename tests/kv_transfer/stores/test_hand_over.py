@@ -14,6 +14,7 @@ from engine.config import EngineConfig, KVConnectorConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AddRequest, EngineRequest, TokensEvent
 from kv_transfer.page.format import Buffer, PageKey
+from tests.builders import write_adapter
 from tests.drafting import all_is_drafted
 from tests.kv_transfer.core_pair import CorePair, Outcome, aggregated, store_config
 from tests.kv_transfer.memory_store import STORES, MemoryStore
@@ -70,6 +71,30 @@ def test_drafts_after_a_hand_over_do_not_change_tokens(checkpoint: Path, tmp_pat
     outcomes = pair.outcomes.values()
     assert [outcome.token_ids for outcome in outcomes] == aggregated(checkpoint, prompts, params)
     assert (pair.prefill.load.num_draft_tokens, pair.decode.load.num_accepted_tokens > 20) == (0, True)
+    pair.close()
+
+
+def test_requests_of_several_adapters_are_handed_over_and_share_no_pages(checkpoint: Path, tmp_path: Path) -> None:
+    """The same prompts for each adapter, in one store."""
+    names = ("", "sql", "poet")
+    adapters = {name: str(write_adapter(tmp_path / name, checkpoint, seed=len(name))) for name in names[1:]}
+    prompts = random_prompts(3, longest=100, vocab_size=1024, seed=5)
+    pair = CorePair(store_config(checkpoint, tmp_path, lora_adapters=adapters))
+    for name in names:
+        for index, prompt in enumerate(prompts):
+            pair.start(f"{name}{index}", prompt, GREEDY, lora=name)
+    pair.run()
+    answers = [outcome.token_ids for outcome in pair.outcomes.values()]
+    alone = LLM(checkpoint, skip_tokenizer_init=True, dtype="float32", num_blocks=256, lora_adapters=adapters)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts * len(names)]
+    each = [name for name in names for _ in prompts]
+    expected = alone.generate(given, GREEDY, use_tqdm=False, lora=each)
+    assert answers == [one.outputs[0].token_ids for one in expected]
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+    for outcome, prompt in zip(pair.outcomes.values(), prompts * len(names), strict=True):
+        assert outcome.loaded is not None
+        assert (outcome.loaded.num_recomputed_blocks, outcome.num_local_blocks) == (0, 0)
+        assert outcome.loaded.num_external_tokens == len(prompt)
     pair.close()
 
 

@@ -29,6 +29,7 @@ from tandem.demo import MODEL_DIR
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.stack import LocalStack
 from tandem.local_stack.supervisor import StackEvent, StackFailed
+from tests.builders import write_adapter
 from tests.fakes.model_folder import write_model_folder
 from tests.router.rig import running
 from tests.tandem.local_stack.scripted_stack import scripted
@@ -206,6 +207,40 @@ def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(
     output = run("--model", str(demo_with(tmp_path / "model", **fields)), *args)
     for hint in hints:
         assert hint in output
+    assert not started
+
+
+def test_adapters_are_folders_with_names(started: list[StackSettings], tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "sql", MODEL_DIR, modules=["q_proj"])
+    assert run("--lora-adapter", f"sql={adapter}", "--lora-adapter", f"poet={adapter}") == ""
+    [settings] = started
+    assert settings.lora_adapters == {"sql": str(adapter), "poet": str(adapter)}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("sql",), "'sql' must be NAME=FOLDER, as in sql=adapters/sql"),
+        (("sql={folder}", "sql={folder}"), "an adapter's name is given twice"),
+        (("a b={folder}",), "adapter 'a b': a name is 1..128 of"),
+        (("sql={folder}/absent",), "adapter 'sql': cannot read"),
+        (("sql={folder}", "--model-impl=transformers"), "lora_adapters are supported for native models, not by"),
+        (("sql={folder}", "--engine=vllm"), "--lora-adapter is for the built-in engine"),
+    ],
+)
+def test_a_wrong_adapter_is_named_before_anything_starts(
+    given: tuple[str, ...],
+    message: str,
+    started: list[StackSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(up, "check_vllm", lambda python: 0)
+    adapter = write_adapter(tmp_path / "sql", MODEL_DIR, modules=["q_proj"])
+    args = [one.format(folder=adapter) for one in given]
+    output = run(*(one if one.startswith("--") else f"--lora-adapter={one}" for one in args))
+    assert message in output
+    assert "Traceback" not in output
     assert not started
 
 
