@@ -19,7 +19,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _UNSUPPORTED: dict[str, Any] = {
     "alora_invocation_tokens": None,
     "alpha_pattern": {},
+    "arrow_config": None,
     "fan_in_fan_out": False,
+    "kasa_config": None,
     "layer_replication": None,
     "lora_bias": False,
     "modules_to_save": None,
@@ -30,7 +32,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "use_qalora": False,
 }
 """Fields that change what an adapter computes, and the value with which they do not; so does an empty one."""
-_CHANGES_WEIGHTS = ("corda", "loftq", "olora", "pissa")
+_CHANGES_WEIGHTS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Beginnings of `init_lora_weights` with which training also changed the model's own weights."""
 
 

@@ -56,7 +56,7 @@ class DecodeServiceServicer(object):
         Cancelling the call frees everything here and releases the transfer.
 
         - INVALID_ARGUMENT: a field is out of range, the seed is missing or ends the choice.
-        - NOT_FOUND: the adapter is not supported.
+        - NOT_FOUND: this instance does not have the adapter.
         - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
         - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
         - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.

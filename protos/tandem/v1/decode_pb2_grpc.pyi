@@ -21,7 +21,7 @@ class DecodeServiceStub:
     Cancelling the call frees everything here and releases the transfer.
 
     - INVALID_ARGUMENT: a field is out of range, the seed is missing or ends the choice.
-    - NOT_FOUND: the adapter is not supported.
+    - NOT_FOUND: this instance does not have the adapter.
     - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
     - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
     - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.
@@ -52,7 +52,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         Cancelling the call frees everything here and releases the transfer.
 
         - INVALID_ARGUMENT: a field is out of range, the seed is missing or ends the choice.
-        - NOT_FOUND: the adapter is not supported.
+        - NOT_FOUND: this instance does not have the adapter.
         - ALREADY_EXISTS: the request id, or the call's number on its token stream, is in use here.
         - PERMISSION_DENIED: the transfer's address is outside of the networks that may be dialled.
         - RESOURCE_EXHAUSTED: too many requests; no blocks within the reservation's time; or, without a hint, more blocks than there are.

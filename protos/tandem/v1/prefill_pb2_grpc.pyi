@@ -20,7 +20,7 @@ class PrefillServiceStub:
     """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call releases the KV.
 
     - INVALID_ARGUMENT: a field is out of range.
-    - NOT_FOUND: the adapter is not supported.
+    - NOT_FOUND: this instance does not have the adapter.
     - ALREADY_EXISTS: the request id is in use here.
     - RESOURCE_EXHAUSTED: too many requests; or, without a retry hint, a prompt of more blocks than exist.
     - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it ended while it ran this request.
@@ -38,7 +38,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs one request up to its first token and offers its KV under hand_over.transfer_id. Cancelling the call releases the KV.
 
         - INVALID_ARGUMENT: a field is out of range.
-        - NOT_FOUND: the adapter is not supported.
+        - NOT_FOUND: this instance does not have the adapter.
         - ALREADY_EXISTS: the request id is in use here.
         - RESOURCE_EXHAUSTED: too many requests; or, without a retry hint, a prompt of more blocks than exist.
         - UNAVAILABLE: the engine of this instance has ended. With tandem-crashed in the trailers, it ended while it ran this request.
