@@ -72,8 +72,12 @@ class AdaptedLinear:
         y = self._base(x)
         for adapter, rows in self._adapters.rows:
             addition = self._additions[adapter]
-            if addition is not None and len(rows):
-                y.index_add_(0, rows, addition(x[rows]))
+            if addition is None or not len(rows):
+                continue
+            if len(rows) == len(x):
+                y.add_(addition(x))
+            else:
+                y.index_add_(0, rows, addition(x.index_select(0, rows)))
         return y
 
 

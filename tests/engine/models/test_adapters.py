@@ -87,14 +87,15 @@ def test_answers_are_those_of_transformers_with_the_adapter_in_the_weights(archi
 
 
 def test_equal_prompts_of_two_adapters_share_no_kv(model: Path, adapters: dict[str, Path]) -> None:
+    names, prompts = ["", "all", "attention"], [PROMPTS[1]] * 3
+    expected = generate(make_llm(model, adapters, enable_prefix_caching=False), names, prompts)
+    assert len({tuple(token_ids) for token_ids, _ in expected}) == 3
     llm = make_llm(model, adapters)
-    prompts = [PROMPTS[1]] * 3
-    together = generate(llm, ["", "all", "attention"], prompts)
-    assert len({tuple(token_ids) for token_ids, _ in together}) == 3
-    for name, expected in zip(["", "all", "attention"], together, strict=True):
-        [answer] = llm.generate({"prompt_token_ids": PROMPTS[1]}, GREEDY, use_tqdm=False, lora=name)
-        assert answer.outputs[0].token_ids == expected[0]
-        assert answer.num_cached_tokens == 144
+    for num_cached_tokens in (0, 144):
+        for name, (token_ids, _) in zip(names, expected, strict=True):
+            [answer] = llm.generate({"prompt_token_ids": PROMPTS[1]}, GREEDY, use_tqdm=False, lora=name)
+            assert answer.outputs[0].token_ids == token_ids
+            assert answer.num_cached_tokens == num_cached_tokens
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,12 @@ def test_experts_stay_as_they_are_and_an_adapter_of_them_is_refused(tmp_path: Pa
     for prompt, (token_ids, logprobs) in zip(PROMPTS, answers, strict=True):
         oracle.check(prompt, token_ids, logprobs)
     tensors = load_file(adapter / "adapter_model.safetensors")
-    name = "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight"
-    save_file({**tensors, name: torch.ones(4, 64)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"'sql': .* not supported: 'model.*experts.3.up_proj.lora_A.weight'; "):
+    expert = "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora"
+    pair = {f"{expert}_A.weight": torch.ones(4, 64), f"{expert}_B.weight": torch.ones(48, 4)}
+    save_file({**tensors, **pair}, adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        UnsupportedModel, match=r"'sql': .* not supported: 'model.*experts.3.up_proj.lora_A.weight', '.*"
+    ):
         make_llm(folder, {"sql": adapter})
 
 
