@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ _NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"
 """The files of a checkpoint. Pickled weights (*.bin, *.pt) are never fetched or loaded."""
 _NOT_NEEDED = ["consolidated*", "[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "add[!i]*/*"]
 """Among them: the same weights once more, in another form, and subfolders but for additional_chat_templates."""
+_OF_ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
     "[kind.from_pretrained('{model}').save_pretrained('converted') for kind in (AutoModelForCausalLM, AutoTokenizer)]"
@@ -51,6 +53,14 @@ def resolve(model: str, revision: str | None = None) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"model: {folder} has no config.json; give the folder of a checkpoint")
     return folder
+
+
+def resolve_adapter(adapter: str) -> Path:
+    """The folder of a LoRA adapter: a local one, or owner/name on the Hugging Face hub. What it has is read later."""
+    folder = Path(os.path.expanduser(adapter)).resolve()
+    if folder.is_dir() or not _HUB_ID.fullmatch(adapter) or adapter.startswith("."):
+        return folder
+    return _download(adapter, None, "adapter", _OF_ADAPTER)
 
 
 def _check_readable(folder: Path) -> None:
@@ -87,21 +97,22 @@ def display_name(model: str) -> str:
     return "the demo model" if model == "demo" else Path(model).name if Path(model).is_dir() else model
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, kind: str = "model", patterns: Sequence[str] = _NEEDED) -> Path:
+    """The folder of the `kind` called `model` in the hub's local cache, with the files that match `patterns`."""
     try:
         hub = importlib.import_module("huggingface_hub")
     except ImportError:
         raise ModelNotFound(
-            f"model {model!r}: there is no such folder here, and fetching it from the hub needs a package: "
+            f"{kind} {model!r}: there is no such folder here, and fetching it from the hub needs a package: "
             + to_install("hub")
         ) from None
     try:
         return Path(
-            hub.snapshot_download(model, revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
+            hub.snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED)
         )
     except Exception as error:  # the hub's network, permission and lookup errors have no common base
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelNotFound(
-            f"model {model!r} could not be fetched from the Hugging Face hub: {reason}; "
-            "check the name and the network (and HF_TOKEN for a private model), or give the folder of a checkpoint"
+            f"{kind} {model!r} could not be fetched from the Hugging Face hub: {reason}; "
+            "check the name and the network (and HF_TOKEN for a private one), or give a folder"
         ) from error

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from engine.checkpoint import resolve
+from engine.checkpoint import resolve, resolve_adapter
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.messages import AbortRequests, EngineRequest, ErrorKind, TokenLogprob, TokensEvent
@@ -115,7 +115,8 @@ class LLM:
         block_size, max_num_seqs, lora_adapters, …) and their names in vLLM (engine/vllm_names.py); unsupported ones
         are refused."""
         fields = {**_OFFLINE, **engine_fields({**engine_options, "seed": seed})}
-        fields["lora_adapters"] = {name: str(path) for name, path in fields.get("lora_adapters", {}).items()}
+        adapters = fields.get("lora_adapters", {})
+        fields["lora_adapters"] = {name: str(resolve_adapter(str(given))) for name, given in adapters.items()}
         folder = resolve(str(model), revision)
         if tokenizer is not None and resolve(str(tokenizer), revision) != folder:
             raise NotSupported("tokenizer", shown(str(tokenizer)), "None; use a model folder with its tokenizer.json")

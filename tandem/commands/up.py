@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.checkpoint import check_checkpoint, display_name, resolve
+from engine.checkpoint import check_checkpoint, display_name, resolve, resolve_adapter
 from engine.config import MAX_THREADS
 from tandem.client.registry import has_proxy, made_state_dir
 from tandem.commands.options import MAX_GIB, Choice, FloatRange, IntRange, end_signals
@@ -120,7 +120,8 @@ _DEMO_TOKENS = 60
 @click.option(
     "--lora-adapter", "lora_adapters", multiple=True, metavar="NAME=FOLDER",
     callback=lambda context, option, value: _adapters(value),
-    help="A LoRA adapter in PEFT's form, and the name by which requests choose it; may be given several times.",
+    help="A LoRA adapter in PEFT's form, a folder or owner/name on the hub, and the name by which requests choose it; "
+    "may be given several times.",
 )  # fmt: skip
 @click.option(
     "--device", type=Choice(["cpu", "cuda"]), default="cpu", show_default=True,
@@ -256,14 +257,18 @@ def _check_api_key(value: str | None) -> str | None:
 
 
 def _adapters(given: Sequence[str]) -> dict[str, str]:
-    """Absolute folders by name."""
+    """Folders by name; those of hub ids are fetched."""
+    from engine.errors import EngineError
+
     pairs = [one.partition("=") for one in given]
     if wrong := next((one for one, (name, _, folder) in zip(given, pairs, strict=True) if not (name and folder)), None):
         raise click.BadParameter(f"{wrong!r} must be NAME=FOLDER, as in sql=adapters/sql")
-    folders = {name: str(Path(folder).expanduser().resolve()) for name, _, folder in pairs}
-    if len(folders) < len(pairs):
+    if len({name for name, _, _ in pairs}) < len(pairs):
         raise click.BadParameter("an adapter's name is given twice")
-    return folders
+    try:
+        return {name: str(resolve_adapter(folder)) for name, _, folder in pairs}
+    except EngineError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _check_connector(value: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
 
-from engine.checkpoint import ModelNotFound, resolve
+from engine.checkpoint import ModelNotFound, resolve, resolve_adapter
 
 SHARD = "model-00001-of-00002.safetensors"
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -82,3 +82,27 @@ def test_an_error_of_the_hub_without_a_text_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     with pytest.raises(ModelNotFound, match="from the Hugging Face hub: TimeoutError; check the name"):
         resolve("owner/name")
+
+
+def test_an_adapter_is_a_folder_or_fetched_without_anything_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = ["README.md", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "optimizer.pt"]
+
+    class Hub:
+        @staticmethod
+        def snapshot_download(name: str, *, allow_patterns: list[str], **others: Any) -> str:
+            del others
+            assert name == "owner/sql"
+            assert list(filter_repo_objects(files, allow_patterns=allow_patterns)) == files[1:3]
+            return str(tmp_path / "fetched")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    assert resolve_adapter("owner/sql") == tmp_path / "fetched"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner/sql").mkdir(parents=True)
+    assert resolve_adapter("owner/sql") == tmp_path / "owner/sql"
+    assert resolve_adapter("./absent") == tmp_path / "absent"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelNotFound, match="adapter 'owner/other': there is no such folder here, and fetching it"):
+        resolve_adapter("owner/other")
