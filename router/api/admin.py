@@ -219,6 +219,7 @@ class PoolsService:
         message = generation_pb2.GenerateRequest(
             session=request.session,
             cache_salt=request.cache_salt,
+            lora=request.lora,
             sampling=common_pb2.SamplingParams(max_tokens=2),  # a single token needs one instance
         )
         if request.HasField("token_ids") or not request.text:

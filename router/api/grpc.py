@@ -72,6 +72,7 @@ class GenerationService:
             supports_chat=self.model.tokenizer is not None and self.model.tokenizer.chat_template is not None,
             identity=self.dispatcher.pools.decode_infos()[0].identity.to_wire(),
             sampling_defaults=to_wire(defaults),
+            lora_adapters=sorted(limits.lora_adapters),
         )
 
     @property

@@ -97,7 +97,7 @@ class Dispatcher:
     def model_limits(self, known: Sequence[InstanceInfo] = ()) -> ModelLimits | None:
         """What a valid request may ask for; None while no decode instance is known. `known`: as `ModelLimits.of`."""
         prefill = self.pools.prefill_infos() if self.disaggregation.mode == "always" else ()
-        return ModelLimits.of(self.pools.decode_infos(), prefill, known)
+        return ModelLimits.of(self.pools.decode_infos(), prefill, known, self.pools.lora_adapters())
 
     async def generate(self, choices: list[Choice], trace: RequestTrace, emit: Emit, slot: Slot) -> None:
         """Runs every choice of one request to its end, while it holds `slot`. Raises ServiceError if one cannot be

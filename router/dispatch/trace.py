@@ -160,6 +160,7 @@ class RequestTrace:
             number=self._number,
             request_id=request.label if request else "",
             marks=tuple(self.timeline.marks),
+            lora=request.lora if request else "",
             num_choices=request.num_choices_left if request else 0,
             num_prompt_tokens=request.num_prompt_tokens if request else 0,
             num_cached_tokens=choices[0].num_cached_tokens if choices else None,
@@ -195,6 +196,8 @@ class RequestTrace:
             "tandem.prefill": ",".join(self._prefill),
             "tandem.decode": ",".join(self._decode),
         }
+        if summary.lora:
+            attributes["tandem.lora"] = summary.lora
         self._stages.end(failure=error or None)
         tracing.end_span(self._span, attributes, failure=error or None)
         log_event(
@@ -212,6 +215,7 @@ class RequestTrace:
             decode=",".join(self._decode),
             why=self._why,
             error=error,
+            **({"lora": summary.lora} if summary.lora else {}),
             **self.timeline.milliseconds(),
         )
 

@@ -27,8 +27,8 @@ class PrefixIndex:
     """Which instance probably has a prompt's KV: block hashes per instance. Belongs to one event loop.
 
     An estimate: an instance evicts blocks without notice, and a missing block costs a recomputation, not a token. The
-    chain of hashes is the engine's (`engine/scheduling/block_hash.py`), rooted here at the salt alone: the index
-    compares only its own hashes, and the filters keep instances of another identity apart.
+    chain of hashes is the engine's (`engine/scheduling/block_hash.py`), rooted here at salt and adapter alone: the
+    index compares only its own hashes, and the filters keep instances of another identity apart.
 
     Invariant: with a block, an instance has every block before it. `record` adds a prompt's blocks from the first one
     on and touches them from the last to the first, so eviction removes a block after those that continue it. Hence
@@ -46,13 +46,15 @@ class PrefixIndex:
         return self._num_blocks
 
     @staticmethod
-    def hashes(token_ids: Sequence[int], block_size: int, salt: str, known: Sequence[bytes] = ()) -> Hashes:
-        """The chained hashes of the full blocks; about 1 µs a block. Prompts of unequal salt share none.
+    def hashes(
+        token_ids: Sequence[int], block_size: int, salt: str, known: Sequence[bytes] = (), lora: str = ""
+    ) -> Hashes:
+        """The chained hashes of the full blocks; about 1 µs a block. Prompts of unequal salt or adapter share none.
 
         `known` are the first ones, which are not computed again.
         """
         chain = list(known)
-        extend_block_hashes(chain, root_hash("", cache_salt=salt), array("q", token_ids), block_size)
+        extend_block_hashes(chain, root_hash("", cache_salt=salt, lora=lora), array("q", token_ids), block_size)
         return tuple(chain)
 
     def num_blocks(self, key: InstanceKey, hashes: Sequence[bytes]) -> int:
@@ -177,8 +179,7 @@ class RequestAffinity:
             return
         hashes = self._prompt_hashes(block_size)
         if emitted_token_ids:
-            token_ids = (*self.request.prompt_token_ids, *emitted_token_ids)
-            hashes = PrefixIndex.hashes(token_ids, block_size, self.request.cache_salt, hashes)
+            hashes = self._hashes_of((*self.request.prompt_token_ids, *emitted_token_ids), block_size, hashes)
         self.affinity.index.record(view.key, hashes)
 
     @property
@@ -189,6 +190,8 @@ class RequestAffinity:
 
     def _prompt_hashes(self, block_size: int) -> Hashes:
         if block_size not in self._hashes:
-            request = self.request
-            self._hashes[block_size] = PrefixIndex.hashes(request.prompt_token_ids, block_size, request.cache_salt)
+            self._hashes[block_size] = self._hashes_of(self.request.prompt_token_ids, block_size)
         return self._hashes[block_size]
+
+    def _hashes_of(self, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = ()) -> Hashes:
+        return PrefixIndex.hashes(token_ids, block_size, self.request.cache_salt, known, self.request.lora)

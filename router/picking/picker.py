@@ -77,6 +77,11 @@ def _unsupported(name: str, *, has_others: bool) -> str:
     return name if has_others else f"constraints, which require a tokenizer and xgrammar ({INSTALL_XGRAMMAR})"
 
 
+def has_adapter(name: str) -> Filter:
+    """Only instances that have this LoRA adapter."""
+    return lambda view: None if name in view.info.lora_adapters else f"does not have the adapter {name}"
+
+
 def has_context(num_tokens: int) -> Filter:
     """Only instances that accept requests of so many tokens, prompt and output; an unknown limit is none."""
 

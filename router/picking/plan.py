@@ -62,6 +62,8 @@ def make_plan(
         filters.append(picker.same_identity(choice.required_identity))
     if (constraint := choice.request.params.constraint_name) is not None:
         filters.append(picker.supports_constraint(constraint))
+    if lora := choice.request.lora:
+        filters.append(picker.has_adapter(lora))
     filters += _of_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if settings.mode == "auto" and criteria.has_objectives:
         may_split = not _is_at_last_token(choice)
@@ -212,6 +214,9 @@ def _without_decode(choice: Choice, decode_views: Sequence[InstanceView]) -> str
     constraint = choice.request.params.constraint_name
     if constraint is not None and (problem := picker.unsupported_constraint(constraint, decode_views)) is not None:
         return f"no decode instance supports {problem}"
+    lora = choice.request.lora
+    if lora and decode_views and not any(lora in view.info.lora_adapters for view in decode_views):
+        return f"no decode instance has the adapter {lora}"
     unlike, begun = None, choice.required_identity
     if begun is not None:
         unlike = picker.difference("the stream", lambda view: begun.mismatch(view.info.identity), decode_views)
@@ -316,6 +321,8 @@ def explain(
     criteria, choice = replace(known.criteria(num_tokens), aims=aims.of(request, is_first=True)), Choice(request, 0)
     plan = make_plan(decode_views, prefill_views, choice, frozenset(), settings, rng, criteria)
     filters: list[Filter] = [picker.ready, picker.has_context(request.max_length)]
+    if request.lora:
+        filters.append(picker.has_adapter(request.lora))
     filters += _of_weights(decode_views, prefill_views, choice, filters, settings, criteria)
     if isinstance(plan, Plan):
         decode: InstanceView | None = plan.decode

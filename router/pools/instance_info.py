@@ -103,6 +103,8 @@ class InstanceInfo:
     """The members of SamplingParams.constraint that it follows; it would ignore others."""
     domain: str = ""
     """Its network domain; empty: unknown."""
+    lora_adapters: frozenset[str] = frozenset()
+    """Names of those that it has. Their weights are part of its identity."""
 
     @property
     def pairing(self) -> tuple[Identity, str]:
@@ -117,6 +119,7 @@ class InstanceInfo:
         values["identity"] = Identity.from_wire(message.identity)
         named = message.constraints or _CONSTRAINTS_BEFORE_NAMES
         values["constraints"] = frozenset(named if message.supports_constraints else ())
+        values["lora_adapters"] = frozenset(message.lora_adapters)
         return cls(epoch=message.instance_epoch, **values)
 
 

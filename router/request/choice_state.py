@@ -122,6 +122,7 @@ class Choice:
             sampling=to_wire(request.params),
             priority=request.instance_priority,
             cache_salt=request.cache_salt,
+            lora=request.lora,
             step_stretch=step_stretch or 0.0,
             eos_token_ids=request.eos_token_ids,
         )

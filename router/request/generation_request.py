@@ -98,6 +98,7 @@ class GenerationRequest:
     priority: int = 0  # among its tenant's requests
     instance_priority: int = 0  # among all requests of an instance
     cache_salt: str = ""
+    lora: str = ""  # name of the adapter; empty for none
     session: str = ""  # the conversation it belongs to; used for affinity only
     deadline_s: float | None = None  # monotonic time at which it must be over
     tenant: str = ""  # decides its share of admission

@@ -52,6 +52,8 @@ class RequestSummary:
     """The client's label; empty until the request is valid."""
     marks: tuple[tuple[RequestEvent, float], ...]
     """Its timeline, on the monotonic clock."""
+    lora: str = ""
+    """Its adapter; empty for none."""
     num_choices: int = 0
     """That this router generates: some may have finished at another one, as may the first of their tokens."""
     num_prompt_tokens: int = 0

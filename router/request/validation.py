@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ from serving.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
+    Unavailable,
     Unsupported,
     invalid_argument,
 )
@@ -100,6 +101,8 @@ class ModelLimits:
     longest: int
     """The same, ready or not: an answer that has begun was accepted already, and waits for an instance where it
     fits."""
+    lora_adapters: frozenset[str] = frozenset()
+    """Unlike the rest, what at least one decode instance has, ready or not: picks find it."""
 
     @classmethod
     def of(
@@ -107,6 +110,7 @@ class ModelLimits:
         decode: Sequence[InstanceInfo],
         prefill: Sequence[InstanceInfo] = (),
         known: Sequence[InstanceInfo] = (),
+        lora_adapters: frozenset[str] = frozenset(),
     ) -> ModelLimits | None:
         """The tightest of `decode`, and the longest context of `prefill`; None when there is no decode instance.
         `known` decode instances count for the longest context alone."""
@@ -117,7 +121,7 @@ class ModelLimits:
         longest = max([longest_ready, *(info.max_model_len for info in known)])
         if prefill:
             contexts.append(max(info.max_model_len for info in prefill))
-        return cls(min(contexts), min(info.vocab_size for info in decode), longest_ready, longest)
+        return cls(min(contexts), min(info.vocab_size for info in decode), longest_ready, longest, lora_adapters)
 
 
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -139,10 +143,10 @@ async def validated(
     deadline_s: float | None,
     caller: Caller = Caller(),  # noqa: B008 - frozen
 ) -> GenerationRequest:
-    """The request with every default resolved; `deadline_s` is monotonic. Raises InvalidArgument, NotFound, Unsupported
-    or Overloaded."""
+    """The request with every default resolved; `deadline_s` is monotonic. Raises InvalidArgument, NotFound,
+    Unsupported, Unavailable or Overloaded."""
     _check_label("request_id", request.request_id)
-    check_model(request.model, model)
+    lora = _adapter(request, model, limits)
     shortest = limits.max_model_len
     if request.resume.choices:
         limits = replace(limits, max_model_len=limits.longest)
@@ -162,12 +166,13 @@ async def validated(
     return GenerationRequest(
         label=request.request_id or secrets.token_hex(8),
         request_id=secrets.token_hex(16),
-        model=model.name,
+        model=lora or model.name,
         prompt_token_ids=tuple(prompt),
         params=params,
         priority=request.priority,
         instance_priority=caller.instance_priority(request.priority),
         cache_salt=caller.salt(request.cache_salt),
+        lora=lora,
         session=request.session,
         deadline_s=deadline_s,
         tenant=caller.tenant,
@@ -177,14 +182,34 @@ async def validated(
     )
 
 
-def check_model(name: str, model: ServedModel) -> None:
-    """Raises NotFound for the name of another model."""
-    if name not in ("", model.name):
-        raise unknown_model(name, model)
+def check_model(name: str, model: ServedModel, adapters: Collection[str]) -> None:
+    """Raises NotFound for a name that is neither the model's nor one of its LoRA adapters'."""
+    if name not in ("", model.name, *adapters):
+        raise NotFound(f"model: {shown(name)} is not served; served: {_listed([model.name, *sorted(adapters)])}")
 
 
-def unknown_model(name: str, model: ServedModel) -> NotFound:
-    return NotFound(f"model: {shown(name)} is not served; served: {shown(model.name)}")
+def _adapter(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> str:
+    """The LoRA adapter that `lora` names, or else `model`; empty for none. Raises InvalidArgument, NotFound, or
+    Unavailable for one of an answer that has begun: a router that has just started may not know its instances yet."""
+    _check_label("lora", request.lora)
+    adapters, by_model = limits.lora_adapters, "" if request.model == model.name else request.model
+    try:
+        check_model(request.model, model, adapters)
+        if request.lora and request.lora not in adapters:
+            served = _listed(sorted(adapters)) or "none"
+            raise NotFound(f"lora: adapter {shown(request.lora)} is not served; served: {served}")
+    except NotFound as error:
+        if not request.resume.choices:
+            raise
+        raise Unavailable(error.message) from error
+    if by_model and request.lora not in ("", by_model):
+        problem = f"is {shown(request.lora)}, and model names the adapter {shown(by_model)}"
+        raise invalid_argument("lora", problem, "one of the two, or equal ones")
+    return request.lora or by_model
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(shown, names))
 
 
 @contextmanager
@@ -215,9 +240,6 @@ def _check_extras(request: generation_pb2.GenerateRequest) -> None:
     if abs(request.priority) > MAX_PRIORITY:
         allowed = f"-{MAX_PRIORITY}..{MAX_PRIORITY}"
         raise invalid_argument("priority", f"{request.priority} is out of range", allowed)
-    _check_label("lora", request.lora)
-    if request.lora:
-        raise NotFound(f"lora: adapter {shown(request.lora)} is not supported")
     if request.idempotency_key:
         raise NotSupported("idempotency_key", shown(request.idempotency_key))
 

@@ -68,7 +68,8 @@ class Suspect(NamedTuple):
 
 def content_digest(request: GenerationRequest) -> bytes:
     """Equal for requests that make an instance compute the same, but for the draws."""
-    content = hashlib.sha256(array("q", request.prompt_token_ids).tobytes())
+    content = hashlib.sha256(f"{request.lora}\0".encode())  # a name has no NUL in it
+    content.update(array("q", request.prompt_token_ids).tobytes())
     sampling = to_wire(request.params)
     sampling.ClearField("seed")
     content.update(sampling.SerializeToString(deterministic=True))

@@ -22,7 +22,7 @@ _TOOL_CHOICES = {
     "required": generation_pb2.TOOL_CHOICE_REQUIRED,
 }
 _CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "template_variables")
-_REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "idempotency_key")
+_REQUEST_FIELDS = ("request_id", "model", "priority", "cache_salt", "lora", "session", "idempotency_key")
 
 
 class Sampling(TypedDict, total=False):
@@ -70,6 +70,9 @@ class RequestOptions(Sampling, total=False):
     """Larger is served first within a tenant; -100..100."""
     cache_salt: str | None
     """Requests with different salts share no prefix cache."""
+    lora: str | None
+    """Name of a LoRA adapter; `model_info().lora_adapters` lists them."""
+    session: str | None
     idempotency_key: str | None
     tools: Sequence[Mapping[str, object]] | None
     """What the model of a chat may call, in OpenAI's form: name, description, parameters (a JSON schema), strict."""

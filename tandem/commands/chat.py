@@ -33,6 +33,7 @@ from tandem.commands.options import (
     counted,
     echo_answer,
     is_terminal,
+    lora_option,
     sampling_options,
     standard_input,
 )
@@ -71,6 +72,7 @@ _RETRY_HINTS = {
 @click.option("--system", metavar="TEXT", help="A system message.")
 @click.option("--max-tokens", type=IntRange(min=1), default=1024, show_default=True, help="Most in an answer.")
 @sampling_options
+@lora_option
 @click.option("--tool", type=Choice(_TOOLS), default="off", show_default=True, help="What the model may call.")
 @call_options
 @click.option("--stats", is_flag=True, help="After each answer print, on standard error, what /stats shows.")
@@ -99,9 +101,10 @@ def command(
         info = client.model_info()
         if not info.supports_chat:
             raise click.ClickException(f'{info.model} has no chat template; use `tandem generate "PROMPT"`')
-        chat = _Chat(client, info.model, system, sampling, stats, tool)
+        model = str(sampling["lora"] or info.model)
+        chat = _Chat(client, model, system, sampling, stats, tool)
         if is_dialogue:
-            click.echo(f"{info.model} at {client.address}; /help lists the commands, Ctrl-D ends")
+            click.echo(f"{model} at {client.address}; /help lists the commands, Ctrl-D ends")
             _talk(chat, _terminal_lines(_session()))
         else:
             _obey(chat, _piped_lines(messages))

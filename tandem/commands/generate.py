@@ -15,6 +15,7 @@ from tandem.commands.options import (
     calling_client,
     counted,
     echo_answer,
+    lora_option,
     sampling_options,
     standard_input,
 )
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
 @click.option("--max-tokens", type=IntRange(min=1), default=128, show_default=True, help="Most tokens.")
 @sampling_options
+@lora_option
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this string; may be given several times.")
 @click.option("--json-schema", metavar="FILE|TEXT", help="The answer is JSON that satisfies this JSON schema.")
 @click.option("--regex", metavar="PATTERN", help="The whole answer matches this regular expression.")

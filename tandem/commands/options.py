@@ -271,6 +271,9 @@ sampling_options = option_group(
 """How tokens are sampled; absent: the model's defaults."""
 
 
+lora_option = click.option("--lora", metavar="NAME", help="A LoRA adapter of the model; absent: the model alone.")
+
+
 def _keep(context: click.Context, option: click.Parameter, value: Any) -> None:
     if value is not None:  # the group of a subcommand may have been given the option as well
         context.meta.setdefault(_META, {})[option.name] = value

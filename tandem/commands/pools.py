@@ -268,10 +268,9 @@ def _is_resized(answer: pools_pb2.ListPoolsResponse, desired: Mapping[str, int])
 )
 @click.option("--session", default="", metavar="NAME", help="As if it belonged to this session.")
 @click.option("--cache-salt", default="", metavar="TEXT", help="As if it were sent with this salt.")
+@click.option("--lora", default="", metavar="NAME", help="As if it were for this LoRA adapter.")
 @_call_options
-def _explain(
-    prompt: str | None, num_tokens: int | None, session: str, cache_salt: str, timeout_s: float, as_json: bool
-) -> None:
+def _explain(prompt: str | None, num_tokens: int | None, timeout_s: float, as_json: bool, **fields: Any) -> None:
     """Say where PROMPT would run now: every instance's score and its parts, ignored instances, and whether it is split.
 
     Nothing is generated. Without PROMPT or --tokens it is a prompt of one token.
@@ -285,7 +284,7 @@ def _explain(
     if prompt is not None and num_tokens is not None:
         raise click.UsageError("PROMPT and --tokens exclude each other")
     with admin_calls() as call:
-        request = pools_pb2.ExplainPickRequest(session=session, cache_salt=cache_salt, text=prompt or "")
+        request = pools_pb2.ExplainPickRequest(text=prompt or "", **fields)
         if prompt is None:
             request.token_ids.CopyFrom(common_pb2.TokenIds(ids=[0] * (num_tokens or 1)))
         answer = call("ExplainPick", request, timeout=timeout_s)

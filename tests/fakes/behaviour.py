@@ -59,6 +59,8 @@ class Behaviour:
     """Its text, three characters a token, which ends with STOP; empty: that of its tokens."""
     constraints: Sequence[str] = CONSTRAINTS
     """Those that it names; it would ignore others."""
+    lora_adapters: Sequence[str] = ()
+    """Those that it names; it would not look whether a request's is one of them."""
     weights: int = 0
     """Its tokens are those of the request's seed plus this: another number stands for other weights."""
     streams_tokens: bool = True

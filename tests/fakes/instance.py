@@ -212,6 +212,7 @@ class FakeInstance:
             max_num_batched_tokens=self.behaviour.num_batched_tokens,
             supports_constraints=bool(self.behaviour.constraints),
             constraints=self.behaviour.constraints,
+            lora_adapters=self.behaviour.lora_adapters,
         )
 
     async def beats(self) -> AsyncIterator[instance_pb2.WatchLoadResponse]:

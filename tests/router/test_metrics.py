@@ -487,6 +487,20 @@ async def test_the_span_has_decision_and_reason_and_is_the_calls_parent(run: Run
             assert trace.format_span_id(span.context.span_id) in each["traceparent"]
 
 
+@pytest.mark.parametrize("lora", ["poet", ""])
+async def test_the_span_and_the_log_line_name_the_adapter_if_there_is_one(
+    run: Run, spans: Spans, caplog: pytest.LogCaptureFixture, lora: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    decode = [FakeInstance("decode", behaviour=Behaviour(lora_adapters=["poet"]))]
+    async with run(prefill=0, decode=decode) as rig:
+        await rig.generate(lora=lora)
+        (span,) = await spans.named("router.generate")
+        await until(lambda: any(record.__dict__.get("event") == "finished" for record in caplog.records))
+    (ended,) = (record for record in caplog.records if record.__dict__.get("event") == "finished")
+    assert dict(span.attributes or {}).get("tandem.lora", "") == ended.__dict__["fields"].get("lora", "") == lora
+
+
 async def test_the_span_of_a_rejected_request_has_the_reason_and_failed(run: Run, spans: Spans) -> None:
     async with run(prefill=0, disaggregation={"mode": "always"}) as rig:
         with pytest.raises(grpc.aio.AioRpcError):

@@ -51,7 +51,7 @@ from router.api.openai.responses_api import ResponsesBuilder, ResponsesExchange,
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.dispatcher import run_together
 from router.dispatch.handler import RequestHandler, Siblings
-from router.request.validation import ModelLimits, check_model, prompt_ids, service_errors, unknown_model
+from router.request.validation import ModelLimits, check_model, prompt_ids, service_errors
 from serving.errors import Unavailable, invalid_argument
 from serving.limits import CONTROL
 
@@ -181,14 +181,16 @@ class OpenAIApi:
         """Answers a chat, as OpenAI's Responses API without its store."""
         return self._generation(
             ResponsesRequest,
-            lambda exchange, body: ResponsesBuilder(exchange, body, self.model.name, self._texts),
+            lambda exchange, body: ResponsesBuilder(exchange, body, self._name_for(body), self._texts),
             ResponsesExchange,
         )
 
     async def messages(self) -> Response:
         """Answers a chat, as Anthropic's Messages API."""
         return self._generation(
-            MessagesRequest, lambda exchange, body: MessagesBuilder(exchange, body, self.model.name), MessagesExchange
+            MessagesRequest,
+            lambda exchange, body: MessagesBuilder(exchange, body, self._name_for(body)),
+            MessagesExchange,
         )
 
     async def count_tokens(self) -> Response:
@@ -226,7 +228,7 @@ class OpenAIApi:
 
         async def handler(exchange: Exchange) -> None:
             body, limits = await exchange.parsed_body(DetokenizeBody.parse), self.service.limits()
-            check_model(body.model, self.model)
+            check_model(body.model, self.model, limits.lora_adapters)
             with service_errors():
                 if self.model.tokenizer is None:
                     raise InvalidRequest("tokens", "this model has no tokenizer")
@@ -239,7 +241,7 @@ class OpenAIApi:
         self, request: generation_pb2.GenerateRequest, limits: ModelLimits, *, add_special_tokens: bool = True
     ) -> Sequence[int]:
         """The tokens of a request that is not run."""
-        check_model(request.model, self.model)
+        check_model(request.model, self.model, limits.lora_adapters)
         with service_errors():
             tools = await self.model.tools_of(request.chat)
             return await prompt_ids(request, self.model, limits, tools=tools, add_special_tokens=add_special_tokens)
@@ -257,16 +259,20 @@ class OpenAIApi:
         return self._control(lambda exchange: exchange.send_json(served))
 
     async def models(self) -> Response:
-        """The served models."""
-        return self._control(lambda exchange: exchange.send_json({"object": "list", "data": [self._description()]}))
-
-    async def one_model(self, name: str) -> Response:
-        """One served model."""
+        """The served model and its LoRA adapters."""
 
         async def handler(exchange: Exchange) -> None:
-            if name != self.model.name:
-                raise unknown_model(name, self.model)
-            await exchange.send_json(self._description())
+            described = [self._description(name) for name in (self.model.name, *sorted(self._adapters()))]
+            await exchange.send_json({"object": "list", "data": described})
+
+        return self._control(handler)
+
+    async def one_model(self, name: str) -> Response:
+        """One served model, or one of its LoRA adapters."""
+
+        async def handler(exchange: Exchange) -> None:
+            check_model(name, self.model, self._adapters())
+            await exchange.send_json(self._description(name))
 
         return self._control(handler)
 
@@ -320,7 +326,7 @@ class OpenAIApi:
         response = ResponseBody(
             id=f"{form.id_prefix}-{exchange.answer_id}",
             created=int(time.time()),
-            model=self.model.name,
+            model=self._name_for(form.body),
             system_fingerprint=self._fingerprint(),
         )
         return (StreamedResponse if form.body.stream else WholeResponse)(exchange, form, response)
@@ -341,8 +347,17 @@ class OpenAIApi:
         await run_together(*map(answer, range(len(requests)), requests))
         return calls
 
-    def _description(self) -> dict[str, Any]:
-        described = {"id": self.model.name, "object": "model", "created": self._created, "owned_by": "tandem"}
+    def _name_for(self, body: Body) -> str:
+        """The model's name in an answer: an adapter's if the request names one. Of an unknown name none is sent."""
+        return body.model or self.model.name
+
+    def _adapters(self) -> frozenset[str]:
+        return self.service.dispatcher.pools.lora_adapters() - {self.model.name}
+
+    def _description(self, name: str) -> dict[str, Any]:
+        described = {"id": name, "object": "model", "created": self._created, "owned_by": "tandem"}
+        if name != self.model.name:
+            described |= {"root": name, "parent": self.model.name}
         try:
             return {**described, "max_model_len": self.service.limits().max_model_len}
         except Unavailable:  # no instance is known yet

@@ -101,6 +101,21 @@ async def test_an_explanation_predicts_the_next_request(run: Run) -> None:
         assert (trailers["tandem-decode"], trailers["tandem-reason"]) == ("idle", answer.reason)
 
 
+async def test_the_pick_for_an_adapter_is_explained(run: Run) -> None:
+    plain, poet = FakeInstance("decode", "plain"), FakeInstance("decode", "poet")
+    poet.behaviour.lora_adapters = ["poet"]
+    async with operator(run, decode=[plain, poet]) as (_, stub):
+        answer = await stub.ExplainPick(asked(PROMPT, lora="poet"), timeout=TIMEOUT_S)
+        assert [(one.instance_id, one.rejected, one.picked) for one in answer.decode] == [
+            ("poet", "", True),
+            ("plain", "does not have the adapter poet", False),
+        ]
+        assert [one.rejected for one in answer.prefill] == ["does not have the adapter poet"]
+        assert not answer.disaggregated
+        error = await failure(stub.ExplainPick(asked(PROMPT, lora="clerk"), timeout=TIMEOUT_S))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_an_ejected_instance_is_listed_and_explained_as_such(run: Run) -> None:
     decode = [FakeInstance("decode", name) for name in ("bad", "good")]
     async with operator(run, decode=decode, ejection={"failures": 1}) as (rig, stub):

@@ -275,6 +275,32 @@ async def test_what_no_router_can_have_sent_is_rejected(run: Run, name: str) -> 
         assert not rig.decode[0].recorded("decode")
 
 
+async def test_an_answer_of_an_adapter_goes_on_with_it(run: Run) -> None:
+    """At the same router, and at another one."""
+    dying, other = FakeInstance("decode", "dying"), FakeInstance("decode", "other")
+    for fake in (dying, other):
+        fake.behaviour.lora_adapters = ["poet"]
+    dying.behaviour.die_at, other.behaviour.num_running = 3, 9
+    async with run(prefill=0, decode=[FakeInstance("decode", "plain"), dying, other]) as rig:
+        answer = await rig.generate(request_of(lora="poet"))
+        assert answer.is_exactly(NUM_TOKENS)
+        assert rest_of(await rig.generate(request_of(lora="poet", resume=resumed(expected_ids(PROMPT, SEED, 5)))), 5)
+        asked = [record.detail.request for record in other.recorded("decode")]
+        assert [(one.lora, len(one.emitted_token_ids)) for one in asked] == [("poet", 3), ("poet", 5)]
+        assert not rig.decode[0].recorded("decode")
+
+
+@pytest.mark.parametrize("named", [{"lora": "poet"}, {"model": "poet"}])
+async def test_a_router_that_does_not_know_the_adapter_of_an_answer_yet_asks_to_come_again(
+    run: Run, named: dict[str, Any]
+) -> None:
+    async with run(prefill=0) as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await rig.generate(request_of(SHORT, resume=resumed([20]), **named))
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "'poet' is not served" in str(raised.value.details())
+
+
 async def test_a_resumed_answer_needs_its_seed(run: Run) -> None:
     async with run(prefill=0) as rig:
         request = request_of(SHORT, resume=resumed([20]))

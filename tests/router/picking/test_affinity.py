@@ -26,9 +26,9 @@ def view(key: InstanceKey) -> InstanceView:
     return InstanceView(key, info, LoadReport(key.epoch))
 
 
-def request(prompt: list[int], *, salt: str = "", session: str = "") -> GenerationRequest:
+def request(prompt: list[int], *, salt: str = "", lora: str = "", session: str = "") -> GenerationRequest:
     params = SamplingParams(max_tokens=1)
-    return GenerationRequest("l", "r", "m", tuple(prompt), params, cache_salt=salt, session=session)
+    return GenerationRequest("l", "r", "m", tuple(prompt), params, cache_salt=salt, lora=lora, session=session)
 
 
 def affinity(**settings: object) -> Affinity:
@@ -54,6 +54,13 @@ def test_an_answer_to_a_prompt_of_no_full_block_is_that_of_its_tenant_too() -> N
     RequestAffinity(memory, request(prompt, salt="one")).record_cached(view(A), [7] * 60)
     cached = [RequestAffinity(memory, request([*prompt, *[7] * 60], salt=salt)) for salt in ("one", "two", "")]
     assert [one.num_cached_tokens(view(A)) for one in cached] == [64, 0, 0]
+
+
+def test_what_an_adapter_has_computed_is_cached_for_it_alone() -> None:
+    memory, prompt = affinity(), list(range(40))
+    RequestAffinity(memory, request(prompt, lora="poet")).record_cached(view(A), [7] * 60)
+    cached = [RequestAffinity(memory, request([*prompt, *[7] * 60], lora=lora)) for lora in ("poet", "clerk", "")]
+    assert [one.num_cached_tokens(view(A)) for one in cached] == [96, 0, 0]
 
 
 def test_processes_that_are_gone_are_forgotten_and_those_that_are_lost_for_a_moment_are_not() -> None:

@@ -419,6 +419,31 @@ def test_a_constrained_request_goes_only_to_instances_that_support_it() -> None:
     assert planned(decode[:1], [], choice()).decode.key.address == "old"
 
 
+def with_adapters(*names: str) -> Any:
+    return {"lora_adapters": frozenset(names)}
+
+
+def test_a_request_for_an_adapter_goes_only_to_instances_that_have_it() -> None:
+    idle = [view(role, "idle", info=with_adapters("clerk")) for role in ("decode", "prefill")]
+    able = [view(role, "able", num_waiting=9, info=with_adapters("clerk", "poet")) for role in ("decode", "prefill")]
+    wanted = choice()
+    wanted.request = replace(wanted.request, lora="poet")
+    found = planned([idle[0], able[0]], [idle[1], able[1]], wanted, mode="always")
+    assert found.prefill is not None
+    assert (found.decode.instance_id, found.prefill.instance_id) == ("able", "able")
+    assert planned([idle[0], able[0]], [idle[1]], wanted).prefill is None
+    none = plan(idle[:1], able[1:], wanted)
+    assert isinstance(none, NoPlan)
+    assert (none.why, none.message) == (
+        "idle: does not have the adapter poet",
+        "no decode instance has the adapter poet",
+    )
+    lost = plan([idle[0], replace(able[0], out="silent")], [], wanted)
+    assert isinstance(lost, NoPlan)
+    assert lost.message == "no decode instance is available"
+    assert planned([idle[0], able[0]], [], choice()).decode.instance_id == "idle"
+
+
 def of_length(max_model_len: int, one: InstanceView) -> InstanceView:
     return replace(one, info=replace(one.info, max_model_len=max_model_len))
 

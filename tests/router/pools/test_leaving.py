@@ -311,3 +311,13 @@ async def test_a_router_asks_the_dns_for_its_instances(model: ServedModel, model
         async with started(RouterApp(settings, model), [], [fake]) as rig:
             await rig.until_ready()
             assert (await rig.generate()).is_exactly(12)
+
+
+async def test_the_adapters_of_the_last_instance_stay_known(model: ServedModel, model_folder: Path) -> None:
+    """As its model does: a request for one is unavailable, not wrong."""
+    fake = FakeInstance("decode", behaviour=Behaviour(lora_adapters=["poet"]))
+    async with routing(model, model_folder, [fake]) as (rig, _, decodes):
+        decodes.now()
+        await fake.kill()
+        await until(lambda: not rig.app.pools.decode.instances)
+        assert rig.app.pools.lora_adapters() == {"poet"}

@@ -23,6 +23,7 @@ from router.request import validation
 from router.request.validation import ModelLimits, ServedModel, validated
 from serving.errors import InvalidArgument
 from serving.limits import LARGE_BYTES
+from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_model_folder
 from tests.router.conftest import Run
@@ -116,7 +117,7 @@ CASES = [
     sampling("42 bias 1e9", "[-100,100]", logit_bias={20: 1e9}),
     sampling("42 10^5 biases", "at most 1024", logit_bias=dict.fromkeys(range(100_000), 1.0)),
     sampling("43 no allowed ids", "no token can be sampled", allowed_token_ids=common_pb2.TokenIds()),
-    Case("60 unknown adapter", request(lora="mine"), NOT_FOUND, "lora: adapter 'mine' is not supported"),
+    Case("60 unknown adapter", request(lora="mine"), NOT_FOUND, "lora: adapter 'mine' is not served; served: none"),
     Case("61 adapter path", request(lora="../../etc/passwd"), IA, "[A-Za-z0-9._-]", "lora"),
     Case("61 adapter 10 KiB", request(lora="x" * 10240), IA, "1..128", "lora"),
     Case("61 adapter NUL", request(lora="a\0b"), IA, "a\\x00b", "lora"),
@@ -325,6 +326,64 @@ async def test_stop_strings_require_a_tokenizer(model: ServedModel) -> None:
     with pytest.raises(InvalidArgument, match=r"^stop: requires a tokenizer") as raised:
         await validated(wanted, bare, limits, deadline_s=None)
     assert [violation.field for violation in raised.value.violations] == ["stop"]
+
+
+POET = Behaviour(lora_adapters=["poet", "clerk"], num_running=9)
+"""Of an instance that is only taken when it must be."""
+
+
+@pytest.mark.parametrize(
+    "named", [{"lora": "poet"}, {"model": "poet"}, {"model": "fake", "lora": "poet"}, {"model": "poet", "lora": "poet"}]
+)
+async def test_an_adapter_that_one_decode_instance_has_is_named_by_lora_or_by_model(
+    run: Run, named: dict[str, Any]
+) -> None:
+    decode = [FakeInstance("decode", "plain"), FakeInstance("decode", "poet", behaviour=POET)]
+    async with run(prefill=0, decode=decode) as rig:
+        answer = await rig.generate(request(sampling=common_pb2.SamplingParams(max_tokens=2), **named))
+        assert answer.responses[0].model == "poet"
+        assert [one.detail.request.lora for one in decode[1].recorded("decode")] == ["poet"]
+        assert not decode[0].recorded("decode")
+        plain = await rig.generate(request(sampling=common_pb2.SamplingParams(max_tokens=2)))
+        assert plain.responses[0].model == "fake"
+        assert [one.detail.request.lora for one in decode[0].recorded("decode")] == [""]
+
+
+ADAPTERS = [
+    Case(
+        "another adapter",
+        request(lora="mine"),
+        NOT_FOUND,
+        "lora: adapter 'mine' is not served; served: 'clerk', 'poet'",
+    ),
+    Case(
+        "another model",
+        request(model="mine"),
+        NOT_FOUND,
+        "model: 'mine' is not served; served: 'fake', 'clerk', 'poet'",
+    ),
+    Case("another model, an adapter", request(model="mine", lora="poet"), NOT_FOUND, "model: 'mine' is not served"),
+    Case("two", request(model="clerk", lora="poet"), IA, "is 'poet', and model names the adapter 'clerk'", "lora"),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTERS, ids=[case.row for case in ADAPTERS])
+async def test_what_adapters_there_are_is_said(run: Run, case: Case) -> None:
+    async with run(prefill=0, decode=[FakeInstance("decode", behaviour=POET)]) as rig:
+        error = await rejection(rig, case.request)
+        assert (error.code(), fields_of(error)) == (case.code, [case.field] if case.field else [])
+        assert case.says in str(error.details())
+
+
+async def test_an_adapter_of_an_instance_that_is_not_ready_is_unavailable_not_unknown(run: Run) -> None:
+    decode = [FakeInstance("decode", "plain"), FakeInstance("decode", "poet", behaviour=POET)]
+    async with run(prefill=0, decode=decode) as rig:
+        await decode[1].kill()
+        await rig.until_ready(num_decode=1)
+        error = await rejection(rig, request(lora="poet"))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        info = await rig.stub.GetModelInfo(generation_pb2.GetModelInfoRequest())
+        assert list(info.lora_adapters) == ["clerk", "poet"]
 
 
 async def test_unknown_instances_make_a_request_unavailable_not_wrong(run: Run) -> None:

@@ -254,6 +254,7 @@ def test_the_digest_is_of_the_content_and_not_of_the_client() -> None:
     assert content_digest(same) == content_digest(request)
     for other in (
         replace(request, prompt_token_ids=(1, 2, 4)),
+        replace(request, lora="poet"),
         replace(request, params=params(temperature=0.6)),
         replace(request, params=params(logit_bias={3: 1.0, 4: 2.5})),
     ):

@@ -92,6 +92,13 @@ def test_generate_returns_the_whole_answer(router: tuple[ScriptedRouter, str]) -
     assert list(request.sampling.stop) == ["###"]
 
 
+def test_options_of_a_request_are_fields_of_its_message(router: tuple[ScriptedRouter, str]) -> None:
+    options: Any = {"model": "scripted", "priority": 3, "cache_salt": "s", "lora": "poet", "session": "customer-7"}
+    with Client(router[1]) as client:
+        client.generate("go", **options)
+    assert {name: getattr(router[0].requests[0], name) for name in options} == options
+
+
 def test_an_option_that_is_none_counts_as_absent(router: tuple[ScriptedRouter, str]) -> None:
     with Client(router[1]) as client:
         absent: Any = dict.fromkeys(RequestOptions.__annotations__)

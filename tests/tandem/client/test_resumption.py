@@ -174,12 +174,13 @@ def test_what_has_arrived_is_sent_again_and_the_rest_comes(
     router: ScriptedRouter, generate: Generate, lost: str | ServiceError
 ) -> None:
     router.calls, router.first_epoch = [(2, lost), (NUM, None)], 5
-    completion = generate(temperature=0.7, request_id="mine")
+    completion = generate(temperature=0.7, request_id="mine", lora="poet")
     assert completion.text == "".join(TEXTS)
     assert (completion.token_ids, completion.seed) == (tuple(range(NUM)), 3)
     first, again = router.requests
     assert not first.HasField("resume")
     assert (again.text, again.request_id, again.sampling.temperature) == ("go", "mine", first.sampling.temperature)
+    assert (first.lora, again.lora) == ("poet", "poet")
     assert again.sampling.seed == 3, "that of the first message"
     [choice] = again.resume.choices
     assert (choice.choice, list(choice.token_ids), choice.finished, choice.fingerprint) == (0, [0, 1], False, "f0")

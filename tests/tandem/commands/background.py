@@ -25,6 +25,8 @@ class Background:
         identity = {"weights_digest": WEIGHTS, "dtype": "bfloat16+int8"}
         self.prefill = [FakeInstance("prefill", "prefill-0", identity=identity)]
         self.decode = [FakeInstance("decode", f"decode-{number}", identity=identity) for number in (0, 1)]
+        for fake in (*self.prefill, self.decode[1]):
+            fake.behaviour.lora_adapters = ["poet"]
         self.decode[1].behaviour.num_waiting, self.decode[1].behaviour.num_running = 1, 2
         self._fakes = AsyncExitStack()
         self.address = self.admin_address = ""
@@ -54,6 +56,10 @@ class Background:
         for fake in [*self.prefill, *self.decode]:
             fake.behaviour.writes = text
             fake.records.clear()
+
+    def adapters(self) -> list[str]:
+        """Of the requests since the last change of the text; empty ones for those without."""
+        return [record.detail.request.lora for fake in self.decode for record in fake.recorded("decode")]
 
     def structural_tags(self) -> list[str]:
         """Of the requests since the last change of the text; empty ones for those without."""

@@ -69,6 +69,15 @@ def test_a_conversation_is_saved_and_replaces_no_file(stack: Background, tmp_pat
     assert "exists; give another name" in result.output
 
 
+def test_an_adapter_answers_the_conversation_and_is_its_model(stack: Background, tmp_path: Path) -> None:
+    stack.write("")
+    path = tmp_path / "chat.json"
+    result = chat(stack, f"What is a tandem?\nAnd then?\n/save {path}\n", "--lora", "poet")
+    assert result.exit_code == 0, result.output
+    assert stack.adapters() == ["poet", "poet"]
+    assert json.loads(path.read_text())["model"] == "poet"
+
+
 def test_bytes_that_are_no_text_are_saved_as_question_marks(stack: Background, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     result = chat(stack, f"/save {path}\n", "--system", "caf\udcff")

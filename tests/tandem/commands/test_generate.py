@@ -33,6 +33,15 @@ def test_a_missing_file_is_named_once(stack: Background, option: str) -> None:
     assert output.rstrip().endswith(": No such file or directory")
 
 
+def test_an_adapter_is_asked_for(stack: Background) -> None:
+    stack.write("")
+    assert generate("--address", stack.address, "--max-tokens", "2", "--lora", "poet")[0] == 0
+    assert stack.adapters() == ["poet"]
+    status, output = generate("--address", stack.address, "--lora", "clerk")
+    assert status == 1
+    assert "lora: adapter 'clerk' is not served; served: 'poet'" in output
+
+
 def test_the_times_are_without_the_listing_of_log_probabilities(
     stack: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:

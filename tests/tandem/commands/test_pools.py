@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -90,6 +91,13 @@ def test_it_finds_the_stack_that_runs_here(stack: Background) -> None:
         assert run()[0] == 0
     finally:
         folder.remove()
+
+
+def test_the_pick_for_an_adapter_is_explained(stack: Background) -> None:
+    status, output = run("explain", "--tokens", "200", "--lora", "poet", "--admin", stack.admin_address)
+    assert status == 0, output
+    assert "does not have the adapter poet" in output
+    assert re.search(r"→ +decode-1 ", output), output
 
 
 def test_a_pick_is_explained(stack: Background) -> None:
