@@ -32,7 +32,7 @@ class Reference:
         self._answers: dict[str, Answer] = {}
 
     def answer(self, prompt: str | Sequence[int], **sampling: Any) -> Answer:
-        """The answer to one prompt; `sampling` are the client's own names."""
+        """The answer to one prompt; `sampling` are the client's own names, `lora` among them."""
         key = request_digest(prompt, sampling)
         if key not in self._answers:
             self._answers[key] = self._generate(prompt, sampling)
@@ -51,7 +51,8 @@ class Reference:
     def _generate(self, prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> Answer:
         from engine import SamplingParams
 
-        [output] = self.llm.generate([prompt], SamplingParams(**sampling), use_tqdm=False)
+        params = SamplingParams(**{name: value for name, value in sampling.items() if name != "lora"})
+        [output] = self.llm.generate([prompt], params, use_tqdm=False, lora=sampling.get("lora", ""))
         [choice] = output.outputs
         text = choice.text if self.llm.tokenizer is not None else None
         return Answer(tuple(choice.token_ids), text, str(choice.finish_reason))
