@@ -116,6 +116,9 @@ def _stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+Stops = Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])]
+
+
 def _biases(value: object) -> object:
     """JSON has no integer keys; the ids come as strings."""
     if not isinstance(value, dict):
@@ -159,7 +162,7 @@ class RequestBody(Body):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: Seed | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])] = Field([])
+    stop: Stops = Field([])
     logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = (
         Field({})
     )

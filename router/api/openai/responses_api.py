@@ -23,11 +23,12 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, BlocksBuilder
 from router.api.openai.chat_messages import joined_parts, text_member
 from router.api.openai.exchange import Exchange
-from router.api.openai.requests import FrontBody, Int64, ReasoningEffort, Verbosity
+from router.api.openai.requests import FrontBody, Int64, ReasoningEffort, Seed, Stops, Verbosity
 from router.api.openai.responses import TokenTexts, candidates_of, chat_logprobs
 from router.api.openai.responses_tools import ResponsesTool, ToolChoice, ToolName, functions_of, tools_in_chat
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
+from router.request.validation import MAX_PRIORITY
 from serving.errors import invalid_argument
 
 
@@ -58,6 +59,11 @@ class ReasoningOptions(StrictModel):
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _LOGPROBS = "message.output_text.logprobs"
 _KEPT_TOKENS = 64
+_VLLM = (
+    "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "cache_salt", "priority",
+)  # fmt: skip
+"""Parameters that vLLM adds to OpenAI's; they are those of a chat."""
 
 
 def _items(value: Any) -> Any:
@@ -101,6 +107,17 @@ class ResponsesRequest(FrontBody):
     top_logprobs: Int64 | None = Field(None, ge=0, le=20)
     background: Literal[False] = False
 
+    seed: Seed | None = None
+    stop: Stops = Field([])
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str = ""
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
     @classmethod
     def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
         for name in ("previous_response_id", "conversation", "prompt"):
@@ -134,6 +151,7 @@ class ResponsesRequest(FrontBody):
             "prompt_cache_key": self.prompt_cache_key,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs,
+            **{name: getattr(self, name) for name in _VLLM},
             "response_format": {"type": form.type, **({"json_schema": schema} if form.type == "json_schema" else {})},
         }
         return {name: value for name, value in chat.items() if value is not None}

@@ -13,6 +13,7 @@ import pytest
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.responses_api import ResponsesBuilder, ResponsesRequest
 from router.request.validation import ServedModel
+from serving.errors import InvalidArgument
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.router.api.openai.conftest import HttpRig, RunHttp
@@ -211,6 +212,19 @@ async def test_what_changes_no_answer_is_accepted(run_http: RunHttp) -> None:
         )  # fmt: skip
         assert response.output_text == "ok"
         assert response.usage.input_tokens_details.cache_write_tokens == 0
+
+
+def test_vllms_parameters_are_those_of_a_chat() -> None:
+    sampling = {"seed": 7, "top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5, "ignore_eos": True}
+    texts = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    others = {"stop": "END", "cache_salt": "s", "priority": 3}
+    body = ResponsesRequest.parse(json.dumps({"input": "hi", **sampling, **texts, **others}).encode())
+    [request] = body.requests("r")
+    for name, value in {**sampling, **texts}.items():
+        assert getattr(request.sampling, name) == pytest.approx(value)
+    assert (request.sampling.stop, request.cache_salt, request.priority) == (["END"], "s", -3)
+    with pytest.raises(InvalidArgument, match=r"^top_k: "):
+        ResponsesRequest.parse(b'{"input": "hi", "top_k": "many"}')
 
 
 def test_what_newer_clients_add_changes_no_request() -> None:
