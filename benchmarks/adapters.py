@@ -3,7 +3,7 @@
     python -m benchmarks.adapters [--shape 33m] [--rank 16] [--repeat 3]
 
 Random weights of one shape, adapters of all linear layers, bfloat16, greedy, forced length. Ratios below 1: slower than
-without an adapter. Decode steps without one run as recorded programs, which those with adapters cannot.
+without an adapter.
 """
 
 from __future__ import annotations

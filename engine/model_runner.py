@@ -31,7 +31,7 @@ class ModelRunner:
     ) -> None:
         """`kv_cache`: what the executor has allocated; `adapters`: names of those that requests may give."""
         self._executor = executor
-        self._adapters = {name: index for index, name in enumerate(["", *sorted(adapters)], -1)}
+        self._adapters = {name: index for index, name in enumerate([*sorted(adapters), ""])}
         self._kv = kv
         self._kv_cache = kv_cache
         self._sampler = TokenSampler()

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention import AttentionMetadata
 from engine.attention.openmp import Launch, LaunchProgram, recording, run_launches_address
-from engine.models import AdapterRows, Decoder, LastTokens
+from engine.models import Decoder, LastTokens
 
 Step = Callable[[], torch.Tensor]
 Capture = Callable[[Step], tuple[Callable[[], object], torch.Tensor]]
@@ -61,7 +61,7 @@ class CudaGraphCapture:
 
 
 _Inputs = tuple[torch.Tensor, ...]
-"""Token ids, positions, slots, lengths, block tables: a row for each request."""
+"""Token ids, positions, slots, lengths, block tables and, with LoRA, adapters: a row for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +87,29 @@ class GraphedDecoder:
     """A decoder whose steps of single tokens are captured. For models that read nothing on the host in a forward."""
 
     def __init__(
-        self, model: Decoder, capture: Capture, *, sizes: Sequence[int], max_blocks: int, num_uncaptured: int = 0
+        self,
+        model: Decoder,
+        capture: Capture,
+        *,
+        sizes: Sequence[int],
+        max_blocks: int,
+        num_uncaptured: int = 0,
+        records_adapters: bool = False,
     ) -> None:
         """`sizes`: numbers of tokens, ascending; `max_blocks`: of one request; `num_uncaptured`: steps of each size
-        before it is worth a capture."""
+        before it is worth a capture; `records_adapters`: steps with adapters are captured too."""
         self.attention_name = model.attention_name
         self._model = model
         self._capture = capture
         self._sizes = sizes
         self._max_blocks = max_blocks
-        self._num_uncaptured = dict.fromkeys(sizes, num_uncaptured)
+        self._records_adapters = records_adapters
+        self._num_uncaptured = {(size, adapts): num_uncaptured for size in sizes for adapts in (False, True)}
         self._inputs: _Inputs | None = None
         self._starts: torch.Tensor
         """Of one token each. Graphs read it for as long as they are replayed."""
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        """By size, and whether with adapters."""
 
     @torch.inference_mode()
     def forward(
@@ -110,22 +119,23 @@ class GraphedDecoder:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
-        adapters: AdapterRows = (),
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Decoder.forward`. `kv_cache` is the same in every call; a step of single tokens is computed whole. With
-        adapters a step is not recorded: their rows differ from step to step."""
-        num_tokens = len(token_ids)
-        if adapters or metadata.max_query_len > 1 or num_tokens > self._sizes[-1]:
+        """See `Decoder.forward`. `kv_cache` is the same in every call; a step of single tokens is computed whole."""
+        num_tokens, adapts = len(token_ids), adapters is not None
+        is_captured = metadata.max_query_len == 1 and num_tokens <= self._sizes[-1]
+        if not is_captured or (adapts and not self._records_adapters):
             return self._model.forward(token_ids, positions, kv_cache, metadata, needed, adapters)
-        size = self._sizes[bisect.bisect_left(self._sizes, num_tokens)]
-        if self._num_uncaptured[size]:
-            self._num_uncaptured[size] -= 1
-            return self._model.forward(token_ids, positions, kv_cache, metadata, needed)
-        given = (token_ids, positions, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables)
-        graph = self._graphs.get(size)
+        key = self._sizes[bisect.bisect_left(self._sizes, num_tokens)], adapts
+        if self._num_uncaptured[key]:
+            self._num_uncaptured[key] -= 1
+            return self._model.forward(token_ids, positions, kv_cache, metadata, needed, adapters)
+        given: _Inputs = (token_ids, positions, metadata.slot_mapping, metadata.seq_lens, metadata.block_tables)
+        given += () if adapters is None else (adapters,)
+        graph = self._graphs.get(key)
         if graph is None:
-            inputs = tuple(rows[:size] for rows in self._rows(given))
-            graph = self._graphs[size] = self._captured(inputs, given, kv_cache)
+            inputs = tuple(rows[: key[0]] for rows in self._rows(given)[: len(given)])
+            graph = self._graphs[key] = self._captured(inputs, given, kv_cache)
         else:
             _fill(graph.inputs, given)
         graph.replay()
@@ -139,21 +149,22 @@ class GraphedDecoder:
         """The rows of the inputs of all graphs."""
         if self._inputs is None:
             largest = self._sizes[-1]
-            tables = given[-1].new_zeros((largest, self._max_blocks))
-            self._inputs = (*(one.new_zeros(largest) for one in given[:-1]), tables)
+            token_ids, positions, slots, seq_lens, tables = given[:5]
+            by_row = (one.new_zeros(largest) for one in (token_ids, positions, slots, seq_lens))
+            self._inputs = (*by_row, tables.new_zeros((largest, self._max_blocks)), token_ids.new_zeros(largest))
             self._starts = torch.arange(largest + 1, dtype=torch.int32, device=tables.device)
         return self._inputs
 
     def _captured(self, inputs: _Inputs, given: _Inputs, kv_cache: torch.Tensor) -> _Graph:
         _fill(inputs, given)
-        token_ids, positions, slots, seq_lens, tables = inputs
+        (token_ids, positions, slots, seq_lens, tables), adapters = inputs[:5], (*inputs[5:], None)[0]
         starts = self._starts[: len(token_ids) + 1]
         max_seq_len = self._max_blocks * kv_cache.shape[4]
 
         def step() -> torch.Tensor:
             # New for each call: a backend keeps what it has made of an object that it knows.
             metadata = AttentionMetadata(starts, seq_lens, tables, slots, 1, max_seq_len)
-            return self._model.forward(token_ids, positions, kv_cache, metadata)
+            return self._model.forward(token_ids, positions, kv_cache, metadata, None, adapters)
 
         replay, hidden = self._capture(step)
         return _Graph(inputs, replay, hidden)

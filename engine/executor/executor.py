@@ -22,6 +22,7 @@ from engine.models import Decoder, load_model
 from engine.models.config import DecoderConfig, ModelConfig
 from engine.models.elementwise import CompiledElementwise, elementwise_for
 from engine.models.linear import are_kernels
+from engine.models.llama import LlamaModel
 
 
 class Executor(Protocol):
@@ -117,11 +118,18 @@ class OneProcessExecutor:
             return GraphedDecoder(model, CudaGraphCapture(), sizes=self.warm_up_sizes[::-1], max_blocks=max_blocks)
         # Each row takes time there, and a recording that of some ten steps of a small model.
         sizes = range(1, self._config.max_num_seqs + 1)
-        return GraphedDecoder(model, LaunchRecorder(), sizes=sizes, max_blocks=max_blocks, num_uncaptured=10)
+        return GraphedDecoder(
+            model,
+            LaunchRecorder(),
+            sizes=sizes,
+            max_blocks=max_blocks,
+            num_uncaptured=10,
+            records_adapters=isinstance(model, LlamaModel) and model.records_adapters,
+        )
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         token_ids, positions, metadata = inputs.tensors(self._device)
-        needed, adapters = inputs.last_tokens(metadata), inputs.adapter_rows(self._device)
+        needed, adapters = inputs.last_tokens(metadata), inputs.token_adapters(self._device)
         return self._model.forward(token_ids, positions, self._kv_cache, metadata, needed, adapters)
 
     def compute_logits(self, hidden: torch.Tensor, rows: Int64) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.attention import AttentionMetadata
-from engine.models import AdapterRows, LastTokens
+from engine.models import LastTokens
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class StepInputs:
     needed: Int64 | None = None
     """Requests whose last token's hidden state is needed; None: the hidden states of all tokens are."""
     adapters: Int64 | None = None
-    """Each request's adapter, by its index; -1: none. None: no request has one."""
+    """Each request's adapter, as in `Decoder.forward`; None: no request has one."""
 
     @classmethod
     def of(
@@ -135,13 +135,11 @@ class StepInputs:
         )
         return LastTokens(torch.from_numpy(rows).to(device), alone)
 
-    def adapter_rows(self, device: torch.device) -> AdapterRows:
-        """The places of the tokens of each adapter that is used."""
+    def token_adapters(self, device: torch.device) -> torch.Tensor | None:
+        """The adapter of each token."""
         if self.adapters is None:
-            return ()
-        by_token = np.repeat(self.adapters, np.diff(self.query_start_loc))
-        used = np.unique(by_token[by_token >= 0]).tolist()
-        return [(one, torch.from_numpy(np.flatnonzero(by_token == one)).to(device)) for one in used]
+            return None
+        return torch.from_numpy(np.repeat(self.adapters, np.diff(self.query_start_loc))).to(device)
 
 
 def _on(device: torch.device, *arrays: Int32 | Int64) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ def forward_part(
     hidden = []
     for batch in inputs.micro_batches(part.parallelism.pipeline_parallel_size):
         token_ids, positions, metadata = batch.tensors(device)
-        needed, adapters = batch.last_tokens(metadata), batch.adapter_rows(device)
+        needed, adapters = batch.last_tokens(metadata), batch.token_adapters(device)
         hidden.append(model.forward(token_ids, positions, kv_cache, metadata, needed, adapters))
     return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
 

@@ -3,7 +3,7 @@ those of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,10 +30,6 @@ class LastTokens:
     """As if these were the step's only queries; its slot_mapping is that of all tokens."""
 
 
-AdapterRows = Sequence[tuple[int, "torch.Tensor"]]
-"""Of each adapter in a step: its index among the engine's, by name, and the places of its tokens, int64 [num_rows]."""
-
-
 class Decoder(Protocol):
     """Owns the weights; the caller owns the KV cache and the step's metadata. Used by one thread."""
 
@@ -47,12 +43,13 @@ class Decoder(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
-        adapters: AdapterRows = (),
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size].
 
         Keys and values of the step are written into kv_cache at metadata.slot_mapping. With `needed` the hidden states
-        of other tokens may be anything. `adapters`: only of decoders that were loaded with some.
+        of other tokens may be anything. `adapters`, int64 [num_tokens]: the index of each token's adapter among the
+        decoder's, by name, or their number where it has none; None: no token has one.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

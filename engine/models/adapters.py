@@ -2,8 +2,8 @@
 
     y = x W^T + scale * (x A^T) B^T        (Hu et al. 2021, arXiv 2106.09685)
 
-The weights W are shared: a step computes them once for all its rows, and A and B for the rows of their adapter. An
-adapter is a folder in PEFT's form: adapter_config.json and adapter_model.safetensors.
+The product with W is computed once for all tokens of a step, whatever their adapters. An adapter is a folder in PEFT's
+form: adapter_config.json and adapter_model.safetensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from engine.adapter_config import WEIGHTS, AdapterConfig
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
-from engine.models import AdapterRows
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, make_linear
 from engine.models.weights import cut_of, of_other_stages, open_tensors, shortened
@@ -27,7 +26,7 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Adapters:
-    """The adapters of one rank's part of a decoder, and the rows of the current step that have one. Used by one
+    """The adapters of one rank's part of a decoder, and which tokens of the current step have which. Used by one
     thread."""
 
     def __init__(
@@ -35,63 +34,106 @@ class Adapters:
     ) -> None:
         """`folders` by name: an adapter's index is its place among the sorted names. Raises InvalidCheckpoint,
         UnsupportedModel."""
-        self.rows: AdapterRows = ()
-        """Of the current step, and in the last layer of the tokens that are needed."""
+        self.are_stacked = True
+        """In all layers, so that the launches of a step do not depend on its adapters."""
+        self._tokens: torch.Tensor | None = None
+        self._groups: list[tuple[int, torch.Tensor]] | None = None
         self._files = [_AdapterFile(AdapterConfig.read(name, folders[name]), part, config) for name in sorted(folders)]
         self._dtype = dtype
         self._device = device
 
+    @property
+    def tokens(self) -> torch.Tensor | None:
+        """The adapter of each token of the step, int64 [num_tokens], their number where it has none; None: no token has
+        one. In the last layer of those tokens alone that are needed."""
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: torch.Tensor | None) -> None:
+        self._tokens, self._groups = tokens, None
+
+    @property
+    def groups(self) -> list[tuple[int, torch.Tensor]]:
+        """Each adapter in use with the rows of its tokens, int64 [num_rows]."""
+        if self._groups is None:
+            tokens = torch.empty(0, dtype=torch.int64) if self._tokens is None else self._tokens
+            used = [adapter for adapter in tokens.unique().tolist() if adapter < len(self._files)]
+            self._groups = [(adapter, (tokens == adapter).nonzero().flatten()) for adapter in used]
+        return self._groups
+
     def added_to(self, base: Linear, parts: Mapping[str, int], in_features: int) -> Linear:
         """`base`, which has the projections `parts` (name -> output features of the whole model) of one input, with
         what adapters add to them. Raises InvalidCheckpoint for a tensor that does not fit."""
-        additions = [file.take(parts, in_features, self._dtype, self._device) for file in self._files]
-        return AdaptedLinear(base, additions, self) if any(additions) else base
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """The step goes on with these rows alone, int64 [num_rows]."""
-        self.rows = [(adapter, torch.isin(rows, own).nonzero().flatten()) for adapter, own in self.rows]
+        pairs = [file.take(parts, in_features) for file in self._files]
+        num_columns = sum(len(pair[0]) for pair in pairs if pair is not None)
+        if num_columns == 0:
+            return base
+        if num_columns <= _MOST_STACKED:
+            return StackedAdapters(base, [self._converted(pair) for pair in pairs], self)
+        self.are_stacked = False
+        return GroupedAdapters(base, [self._converted(pair) for pair in pairs], self)
 
     def finish(self) -> None:
         """Raises UnsupportedModel if tensors were not taken, but for those of other stages."""
         for file in self._files:
             file.finish()
 
+    def _converted(self, pair: _LowRank | None) -> _LowRank | None:
+        return pair and (pair[0].to(self._device, self._dtype), pair[1].to(self._device, self._dtype))
 
-class AdaptedLinear:
-    """A linear layer, and for the rows of each adapter that changes it what that adds. A row's bits depend neither on
-    the other rows nor on their adapters."""
 
-    def __init__(self, base: Linear, additions: Sequence[_LowRank | None], adapters: Adapters) -> None:
-        """`additions`: by index of the adapter."""
+_MOST_STACKED = 256
+"""Columns of all adapters together. More would make a step read as much for them as for a layer's weights."""
+_LowRank = tuple[torch.Tensor, torch.Tensor]
+"""A [rank, in_features], and B times the scale [out_features, rank], of one adapter and all projections of a layer."""
+
+
+class StackedAdapters:
+    """A linear layer, and what its tokens' adapters add: two products for the A and the B of all adapters, between
+    which a token keeps the columns of its own. The launches are the same in each step, so that it can be recorded. A
+    token's bits depend neither on the other tokens nor on their adapters."""
+
+    def __init__(self, base: Linear, pairs: Sequence[_LowRank | None], adapters: Adapters) -> None:
+        """`pairs`: by index of the adapter."""
         self._base = base
-        self._additions = additions
         self._adapters = adapters
+        downs, ups = zip(*(pair for pair in pairs if pair is not None), strict=True)
+        down, up = torch.cat(downs), torch.cat(ups, dim=1)
+        is_odd = len(down) % 2  # kernels of bfloat16 take pairs of inputs
+        self._down = make_linear(torch.nn.functional.pad(down, (0, 0, 0, is_odd)))
+        self._up = make_linear(torch.nn.functional.pad(up, (0, is_odd)))
+        owners = [index for index, pair in enumerate(pairs) for _ in (pair[0] if pair is not None else ())]
+        columns = torch.tensor([*owners, *[-1] * is_odd], device=down.device)
+        self._is_others = columns != torch.arange(len(pairs) + 1, device=down.device)[:, None]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features], same dtype."""
+        y, tokens = self._base(x), self._adapters.tokens
+        if tokens is None:
+            return y
+        low = self._down(x).masked_fill_(self._is_others.index_select(0, tokens), 0)
+        return y.add_(self._up(low))
+
+
+class GroupedAdapters:
+    """The same with two products for each adapter in use, of its tokens alone: for many adapters."""
+
+    def __init__(self, base: Linear, pairs: Sequence[_LowRank | None], adapters: Adapters) -> None:
+        """`pairs`: by index of the adapter."""
+        self._base = base
+        self._adapters = adapters
+        self._pairs = [pair and (make_linear(pair[0]), make_linear(pair[1])) for pair in pairs]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         y = self._base(x)
-        for adapter, rows in self._adapters.rows:
-            addition = self._additions[adapter]
-            if addition is None or not len(rows):
-                continue
-            if len(rows) == len(x):
-                y.add_(addition(x))
-            else:
-                y.index_add_(0, rows, addition(x.index_select(0, rows)))
+        if self._adapters.tokens is None:
+            return y
+        for adapter, rows in self._adapters.groups:
+            if (pair := self._pairs[adapter]) is not None:
+                down, up = pair
+                y.index_add_(0, rows, up(down(x.index_select(0, rows))))
         return y
-
-
-class _LowRank:
-    """What one adapter adds to a layer's output."""
-
-    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """down [rank, in_features], up [out_features, rank], which has the scale."""
-        self._down = make_linear(down)
-        self._up = make_linear(up)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_features] -> [rows, out_features], same dtype."""
-        return self._up(self._down(x))
 
 
 class _AdapterFile:
@@ -107,11 +149,9 @@ class _AdapterFile:
             raise InvalidCheckpoint(f"{config.title}: {error}") from error
         self._left: set[str] = {*self._file.keys()}
 
-    def take(
-        self, parts: Mapping[str, int], in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> _LowRank | None:
-        """The rank's part of what the adapter adds to the projections `parts` of one input; None: nothing. The A of
-        several projections are stacked, and each B has the columns of its own."""
+    def take(self, parts: Mapping[str, int], in_features: int) -> _LowRank | None:
+        """The rank's part of what the adapter adds to the projections `parts` of one input, in float32; None: nothing.
+        The A of several projections are stacked, and each B has the columns of its own."""
         pairs = [self._pair(name, size, in_features) for name, size in parts.items()]
         ranks = [0 if down is None else len(down) for down, _ in pairs]
         if not any(ranks):
@@ -120,9 +160,7 @@ class _AdapterFile:
             torch.nn.functional.pad(up, (sum(ranks[:place]), sum(ranks[place + 1 :])))
             for place, (_, up) in enumerate(pairs)
         ]
-        downs = [down for down, _ in pairs if down is not None]
-        down, up = torch.cat(downs), torch.cat(ups)
-        return _LowRank(down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype))
+        return torch.cat([down for down, _ in pairs if down is not None]), torch.cat(ups)
 
     def _pair(self, name: str, out_features: int, in_features: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The rank's part of A, and of B times the scale: float32 [rank, in_features] and [out_features, rank], with
@@ -157,6 +195,8 @@ class _AdapterFile:
             raise InvalidCheckpoint(
                 f"{self._config.title}: tensor {shown(name)} is {tensor.dtype}; supported: {_READABLE}"
             )
+        if not tensor.isfinite().all():  # zeros for other adapters' tokens would not remove them
+            raise InvalidCheckpoint(f"{self._config.title}: tensor {shown(name)} has numbers that are not finite")
         return tensor.float()
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.attention import AttentionBackend, AttentionMetadata
-from engine.models import AdapterRows, LastTokens
+from engine.models import LastTokens
 from engine.models.adapters import Adapters
 from engine.models.config import ModelConfig, RopeParameters
 from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
@@ -85,6 +85,11 @@ class LlamaModel:
         if adapters is not None:
             adapters.finish()
 
+    @property
+    def records_adapters(self) -> bool:
+        """Whether the launches of a step do not depend on its adapters."""
+        return self._adapters is not None and self._adapters.are_stacked
+
     @torch.inference_mode()
     def forward(
         self,
@@ -93,7 +98,7 @@ class LlamaModel:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
-        adapters: AdapterRows = (),
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step: token_ids, positions int [num_tokens] -> final hidden states [num_tokens, hidden_size], 0 where not
         `needed`; before the last stage those that the next one gets.
@@ -104,7 +109,7 @@ class LlamaModel:
         if not self._part.is_last_stage:
             needed = None
         if self._adapters is not None:
-            self._adapters.rows = adapters
+            self._adapters.tokens = adapters
         elementwise, eps = self._elementwise, self.config.rms_norm_eps
         num_tokens = token_ids.shape[0]
         head_counts = [self._shape.num_heads, self._shape.num_kv_heads, self._shape.num_kv_heads]
@@ -117,8 +122,8 @@ class LlamaModel:
             query, key, value = qkv.view(num_tokens, -1, self._shape.head_dim).split_with_sizes(head_counts, dim=1)
             if needed is not None and index == len(self._layers) - 1:
                 query, residual, metadata = query[needed.rows], residual[needed.rows], needed.metadata
-                if self._adapters is not None:
-                    self._adapters.keep(needed.rows)
+                if self._adapters is not None and adapters is not None:
+                    self._adapters.tokens = adapters[needed.rows]
             attended = self._attention.forward(
                 query,
                 key,

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.attention import AttentionBackend, AttentionMetadata
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
-from engine.models import AdapterRows, LastTokens
+from engine.models import LastTokens
 from engine.models.config import SUPPORTED_DTYPES, DecoderConfig, read_json
 from engine.models.linear import Linear, make_linear
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix
@@ -133,7 +133,7 @@ class TransformersModel:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
-        adapters: AdapterRows = (),
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Decoder.forward`. All tokens are computed."""
         del needed, adapters

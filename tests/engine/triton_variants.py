@@ -26,7 +26,7 @@ from engine.executor.decode_graphs import GraphedDecoder, Step, capture_sizes
 from engine.executor.step import Int64, StepInputs
 from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
-from engine.models import AdapterRows, Decoder, LastTokens
+from engine.models import Decoder, LastTokens
 from engine.scheduling.kv_cache_manager import KVCacheManager
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ class Layers:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         needed: LastTokens | None = None,
-        adapters: AdapterRows = (),
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         del adapters
         num_tokens = len(token_ids)

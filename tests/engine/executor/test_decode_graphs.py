@@ -132,8 +132,14 @@ class SeenByKernels:
         self.tensors: list[weakref.ref[torch.UntypedStorage]] = []
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *others: None,
     ) -> torch.Tensor:
+        assert set(others) <= {None}
         read = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, metadata.slot_mapping)
         self.tensors += [weakref.ref(one.untyped_storage()) for one in (token_ids, positions, *read)]
         return torch.zeros(len(token_ids), 4)

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import engine.models.adapters
 from engine import LLM, SamplingParams
 from engine.adapter_config import AdapterConfig
+from engine.attention.compilation import has_wide_registers
 from engine.errors import CheckpointChanged, EngineError, InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from engine.identity import CheckpointState
 from tests.builders import lively_checkpoint, merged, write_adapter
@@ -55,7 +57,8 @@ SCALES = {"all": 2.0, "attention": 8 / 2**0.5}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return lively_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+    """Of sizes for which all kernels are compiled, so that decode steps are recorded."""
+    return lively_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", intermediate_size=128)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,32 @@ def test_the_bits_of_an_answer_do_not_depend_on_chunks_batch_or_drafts(
     if dtype == "bfloat16":
         reference = generate(make_llm(model, adapters, dtype=dtype), NAMES)
     assert generate(make_llm(model, adapters, dtype=dtype, **options), NAMES) == reference
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("most_stacked", [256, 0], ids=["stacked", "grouped"])
+def test_recorded_steps_have_the_bits_of_others(
+    dtype: str, most_stacked: int, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters of a size's rows change from batch to batch; steps without one have recordings of their own."""
+    monkeypatch.setattr(engine.models.adapters, "_MOST_STACKED", most_stacked)
+    llm, plain = (make_llm(model, adapters, dtype=dtype, enable_prefix_caching=False) for _ in range(2))
+    recorded = llm.core._executor._model  # type: ignore[attr-defined]
+    plain.core._executor._model = plain.core._executor._model._model  # type: ignore[attr-defined]
+    for names in (NAMES, NAMES[::-1], [""] * len(NAMES), ["all"] * len(NAMES)):
+        assert generate(llm, names) == generate(plain, names)
+    if has_wide_registers():
+        assert {adapts for _, adapts in recorded._graphs} == ({True, False} if most_stacked else {False})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_adapters_compute_what_few_do(
+    dtype: str, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each adapter in use alone, rather than all of them together."""
+    stacked = generate(make_llm(model, adapters, dtype=dtype), NAMES)
+    monkeypatch.setattr(engine.models.adapters, "_MOST_STACKED", 0)
+    assert generate(make_llm(model, adapters, dtype=dtype), NAMES) == stacked
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3)])
