@@ -60,10 +60,11 @@ _REJECTIONS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Of the router by one instance: its credentials, an address that it names, an id that it has used there before, a
-method that an instance of another version does not have."""
+"""Of the router by one instance: its credentials, an address that it names, an id that it has used there before, an
+adapter that the process before had at this address, a method that an instance of another version does not have."""
 _KINDS: dict[grpc.StatusCode, FailureKind] = {
     **dict.fromkeys(_REJECTIONS, "broken"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: "refused",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -29,6 +30,8 @@ _MAX_ID_CHARS = 253
 """Of an instance's name, as of a pod's. Operators' terminals show it, and each answer's headers."""
 _CONSTRAINTS_BEFORE_NAMES = ("json_object", "json_schema", "regex", "choice", "grammar")
 """What an instance supports that supports constraints and names none."""
+_shared = lru_cache(maxsize=16)(frozenset[str])
+"""Of equal names one set: to look through it for each instance would cost each request a millisecond and more."""
 
 
 def _same_named(kind: type[InstanceInfo | LoadReport], message: Message) -> dict[str, Any]:
@@ -119,7 +122,7 @@ class InstanceInfo:
         values["identity"] = Identity.from_wire(message.identity)
         named = message.constraints or _CONSTRAINTS_BEFORE_NAMES
         values["constraints"] = frozenset(named if message.supports_constraints else ())
-        values["lora_adapters"] = frozenset(message.lora_adapters)
+        values["lora_adapters"] = _shared(tuple(message.lora_adapters))
         return cls(epoch=message.instance_epoch, **values)
 
 

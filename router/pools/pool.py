@@ -200,7 +200,7 @@ class Pools:
     def lora_adapters(self) -> frozenset[str]:
         """Those of all decode instances, ready or not, and while there is none, of those that were ready last."""
         infos = (*self._last_decode_infos, *(instance.info for instance in self.decode.instances))
-        return frozenset[str]().union(*(info.lora_adapters for info in infos if info is not None))
+        return frozenset[str]().union(*{info.lora_adapters for info in infos if info is not None})
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns when an instance has changed its state, or after `timeout_s`. One whose address leaves has; a new

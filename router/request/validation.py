@@ -185,7 +185,8 @@ async def validated(
 def check_model(name: str, model: ServedModel, adapters: Collection[str]) -> None:
     """Raises NotFound for a name that is neither the model's nor one of its LoRA adapters'."""
     if name not in ("", model.name, *adapters):
-        raise NotFound(f"model: {shown(name)} is not served; served: {_listed([model.name, *sorted(adapters)])}")
+        served = [model.name, *sorted({*adapters} - {model.name})]
+        raise NotFound(f"model: {shown(name)} is not served; served: {_listed(served)}")
 
 
 def _adapter(request: generation_pb2.GenerateRequest, model: ServedModel, limits: ModelLimits) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -119,7 +120,7 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option(
     "--lora-adapter", "lora_adapters", multiple=True, metavar="NAME=FOLDER",
-    callback=lambda context, option, value: _adapters(value),
+    callback=lambda context, option, value: _by_name(value),
     help="A LoRA adapter in PEFT's form, a folder or owner/name on the hub, and the name by which requests choose it; "
     "may be given several times.",
 )  # fmt: skip
@@ -230,6 +231,8 @@ def command(
             **sizes,  # type: ignore[arg-type]  # the options above carry the names and kinds of the fields
         )
         settings = autoscaled(settings, parse_bounds(autoscale))
+        adapters = {name: str(resolve_adapter(folder)) for name, folder in settings.lora_adapters.items()}
+        settings = replace(settings, lora_adapters=adapters)
         given_settings(settings.instance_args)  # raises for flags or variables with which no instance starts
         needs_weights = not _may_be_dummy(settings.instance_args)
         config = None  # vLLM checks its models itself
@@ -256,19 +259,14 @@ def _check_api_key(value: str | None) -> str | None:
     return value
 
 
-def _adapters(given: Sequence[str]) -> dict[str, str]:
-    """Folders by name; those of hub ids are fetched."""
-    from engine.errors import EngineError
-
+def _by_name(given: Sequence[str]) -> dict[str, str]:
+    """NAME=FOLDER as folders by name. Nothing is fetched here: a shell's completion parses options too."""
     pairs = [one.partition("=") for one in given]
     if wrong := next((one for one, (name, _, folder) in zip(given, pairs, strict=True) if not (name and folder)), None):
         raise click.BadParameter(f"{wrong!r} must be NAME=FOLDER, as in sql=adapters/sql")
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise click.BadParameter("an adapter's name is given twice")
-    try:
-        return {name: str(resolve_adapter(folder)) for name, _, folder in pairs}
-    except EngineError as error:
-        raise click.BadParameter(str(error)) from None
+    return {name: folder for name, _, folder in pairs}
 
 
 def _check_connector(value: str) -> str:

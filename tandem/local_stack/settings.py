@@ -104,6 +104,8 @@ class StackSettings:
             )
         if self.engine == "vllm" and self.lora_adapters:
             raise ValueError("--lora-adapter is for the built-in engine")
+        if (name := self.model_name) in self.lora_adapters:
+            raise ValueError(f"--lora-adapter {name}=…: the model has this name; give another one to the adapter")
         if self.engine_python is not None and self.engine != "vllm":
             raise ValueError("--engine-python is for --engine vllm")
         split_connectors(self.connector, self.kv_url, None, {})

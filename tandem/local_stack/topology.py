@@ -8,7 +8,7 @@ fewest others have.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
 import sys
@@ -19,6 +19,8 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import quote
+
+import yaml
 
 from engine.imports import child_environment
 from engine.machine import available_bytes, physical_cores, usable_cores, useful_threads, visible_gpus
@@ -200,6 +202,12 @@ def _above_one(size: int) -> int | None:
     return size if size > 1 else None
 
 
+def _as_yaml(values: Mapping[str, str]) -> str:
+    """For a flag. Not JSON: of its escapes YAML reads a character beyond U+FFFF as two."""
+    text: str = yaml.safe_dump(dict(values), default_flow_style=True, width=math.inf)
+    return text.strip()
+
+
 class Topology:
     """Makes the specs of one stack's processes; `folder` is its private folder. Owned by LocalProcesses."""
 
@@ -297,7 +305,7 @@ class Topology:
                 "--device": None if self._settings.device == "cpu" else self._settings.device,
                 "--model-impl": self._settings.model_impl,
                 "--quantization": None if self._settings.quantization == "none" else self._settings.quantization,
-                "--lora-adapters": json.dumps(adapters) if (adapters := self._settings.lora_adapters) else None,
+                "--lora-adapters": _as_yaml(adapters) if (adapters := self._settings.lora_adapters) else None,
                 "--tensor-parallel-size": _above_one(self._settings.tensor_parallel_size),
                 "--pipeline-parallel-size": _above_one(self._settings.pipeline_parallel_size),
                 **self._connector_flags(),

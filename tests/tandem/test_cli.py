@@ -175,6 +175,13 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert completed("tandem", "completion", "") == ["bash", "zsh", "fish"]
 
 
+def test_a_completion_fetches_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr("tandem.commands.up.resolve_adapter", fetched.append)
+    assert completed("tandem", "up", "--lora-adapter", "sql=owner/name", "--dec") == ["--decode"]
+    assert not fetched
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_script_calls_the_command_as_the_shell_expects(shell: str) -> None:
     status, script = run("completion", shell)

@@ -110,6 +110,8 @@ class ServedModel:
     """Ids are 0..vocab_size-1."""
     end_ids: frozenset[int] = frozenset()
     """Ids that end an answer."""
+    base: str = ""
+    """The model that it is a LoRA adapter of; empty: not known, or it is none."""
 
 
 class RequestFailed(Exception):

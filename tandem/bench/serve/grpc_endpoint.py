@@ -49,11 +49,11 @@ class GrpcEndpoint:
             info = await next(self._stubs).GetModelInfo(request, timeout=_SERVED_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise _failed(error, await asyncio.to_thread(explain, error, self._address, self._credentials)) from None
-        if self._model not in ("", info.model):
-            raise RequestFailed(
-                "NOT_FOUND", f"--model {self._model}: {self.name} serves {info.model}; omit --model, or give this name"
-            )
-        return ServedModel(info.model, info.max_model_len, info.vocab_size, frozenset(info.eos_token_ids))
+        name, served = self._model or info.model, [info.model, *info.lora_adapters]
+        if name not in served:
+            hint = f"omit --model, or give {'one of these names' if info.lora_adapters else 'this name'}"
+            raise RequestFailed("NOT_FOUND", f"--model {name}: {self.name} serves {', '.join(served)}; {hint}")
+        return ServedModel(name, info.max_model_len, info.vocab_size, frozenset(info.eos_token_ids), info.model)
 
     async def generate(self, request: PlannedRequest, on_tokens: OnTokens) -> Answer:
         message = generation_pb2.GenerateRequest(

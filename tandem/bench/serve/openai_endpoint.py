@@ -103,6 +103,8 @@ class _Event(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    parent: Any = None
+    """Of a LoRA adapter the model's id, as in vLLM's list."""
 
 
 class _Models(msgspec.Struct):
@@ -163,7 +165,9 @@ class OpenAIEndpoint:
             raise RequestFailed("UNAVAILABLE", f"{self._shown_url} lists no model; give --model NAME")
         found = next((one for one in models if one.id == self._model), None if self._model else models[0])
         self._model = found.id if found else self._model
-        return ServedModel(self._model, found.max_model_len if found else None)
+        if found is None:
+            return ServedModel(self._model)
+        return ServedModel(self._model, found.max_model_len, base=found.parent if isinstance(found.parent, str) else "")
 
     async def generate(self, request: PlannedRequest, on_tokens: OnTokens) -> Answer:
         """A request is repeated if the server rejects the option for usage in each event."""

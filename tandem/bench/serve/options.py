@@ -310,7 +310,8 @@ def _lengths(flag: str, text: str) -> Lengths:
 
 
 def _vocabulary(options: ServeOptions, served: ServedModel) -> Vocabulary:
-    folder = MODEL_DIR if options.tokenizer is None and served.model == "demo" else options.tokenizer
+    is_demo = "demo" in (served.model, served.base)
+    folder = MODEL_DIR if options.tokenizer is None and is_demo else options.tokenizer
     vocab_size = options.vocab_size or served.vocab_size
     try:
         if folder is not None:

@@ -70,7 +70,10 @@ def _parse_rates(context: click.Context, option: click.Parameter, text: str | No
 _endpoint_options = option_group(
     click.option("--address", metavar="HOST:PORT", help="A Tandem router.  [default: the local stack]"),
     click.option("--url", metavar="URL", help="An OpenAI endpoint instead, such as http://127.0.0.1:8000."),
-    click.option("--model", default="", metavar="NAME", help="Model to request.  [default: the served one]"),
+    click.option(
+        "--model", default="", metavar="NAME",
+        help="Model to request, or one of its LoRA adapters.  [default: the served one]",
+    ),
     click.option(
         "--connections", type=IntRange(1, 256), default=4, show_default=True,
         help="gRPC connections; each carries many requests at a time.",

@@ -92,3 +92,13 @@ def test_an_instances_name_commands_no_terminal_and_fits_a_line() -> None:
     assert named("décode-0") == "décode-0"
     assert named("decode\x1b]0;title\x07") == "decode\\x1b]0;title\\x07"
     assert named("decode-" + "9" * 5000) == "decode-" + "9" * 246
+
+
+def test_instances_with_the_same_adapters_share_one_set_of_their_names() -> None:
+    """Each request asks for the adapters of all instances: what they have in common is looked through once."""
+
+    def adapters(*names: str) -> frozenset[str]:
+        return InstanceInfo.from_wire(instance_pb2.GetInstanceInfoResponse(lora_adapters=names)).lora_adapters
+
+    assert adapters("clerk", "poet") is adapters("clerk", "poet")
+    assert adapters("clerk", "poet") == {"clerk", "poet"} != adapters("clerk")

@@ -375,6 +375,17 @@ async def test_what_adapters_there_are_is_said(run: Run, case: Case) -> None:
         assert case.says in str(error.details())
 
 
+async def test_the_model_s_name_means_the_model_though_an_adapter_has_it(run: Run) -> None:
+    decode = FakeInstance("decode", behaviour=Behaviour(lora_adapters=["fake", "poet"]))
+    async with run(prefill=0, decode=[decode]) as rig:
+        error = await rejection(rig, request(model="mine"))
+        assert "model: 'mine' is not served; served: 'fake', 'poet' (" in str(error.details())
+        params = common_pb2.SamplingParams(max_tokens=2)
+        await rig.generate(request(sampling=params, model="fake"))
+        await rig.generate(request(sampling=params, lora="fake"))
+        assert [one.detail.request.lora for one in decode.recorded("decode")] == ["", "fake"]
+
+
 async def test_an_adapter_of_an_instance_that_is_not_ready_is_unavailable_not_unknown(run: Run) -> None:
     decode = [FakeInstance("decode", "plain"), FakeInstance("decode", "poet", behaviour=POET)]
     async with run(prefill=0, decode=decode) as rig:

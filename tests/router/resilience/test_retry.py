@@ -20,6 +20,7 @@ from router.resilience.safeguards import Guard
 from serving.errors import (
     AlreadyExists,
     InternalError,
+    NotFound,
     Overloaded,
     PermissionDenied,
     ServiceError,
@@ -154,6 +155,7 @@ REJECTIONS = (
     PermissionDenied("no name (tls)"),
     Unauthenticated("no token (tls)"),
     AlreadyExists("used (tls)"),
+    NotFound("no adapter (tls)"),
     Unsupported("Method not found! (tls)"),
 )
 """Of the router, whatever the request. The last is gRPC's own, of an instance of a version without the method."""

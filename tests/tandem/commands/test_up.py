@@ -225,6 +225,7 @@ def test_adapters_are_folders_with_names(started: list[StackSettings], tmp_path:
         (("a b={folder}",), "adapter 'a b': a name is 1..128 of"),
         (("sql={folder}/absent",), "adapter 'sql': cannot read"),
         (("sql={folder}", "--model-impl=transformers"), "lora_adapters are supported for native models, not by"),
+        (("demo={folder}",), "--lora-adapter demo=…: the model has this name; give another one to the adapter"),
         (("sql={folder}", "--engine=vllm"), "--lora-adapter is for the built-in engine"),
     ],
 )

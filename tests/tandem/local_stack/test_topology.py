@@ -14,6 +14,7 @@ from engine import machine
 from tandem.client.credentials import ROUTER
 from tandem.local_stack import topology as topology_module
 from tandem.local_stack.desired_state import InvalidSize
+from tandem.local_stack.preflight import instance_settings
 from tandem.local_stack.process import ManagedProcess, ProcessSpec
 from tandem.local_stack.settings import StackSettings
 from tandem.local_stack.topology import (
@@ -68,6 +69,15 @@ def test_instances_compute_the_model_as_the_stack_says() -> None:
     assert {option(spec, "--model-impl") for spec in instances(made, "prefill-0", "decode-0")} == {"transformers"}
     [with_vllm] = instances(topology(engine="vllm", model_impl="transformers"), "decode-0")
     assert "--model-impl" not in with_vllm.argv
+
+
+@pytest.mark.parametrize(
+    "folder", ["/adapters/sql", "/it's a: #1", "/\N{BICYCLE}", "/\N{GRINNING FACE}", "/\x7f\u2028"]
+)
+def test_instances_get_the_folders_of_adapters_as_they_are(folder: str) -> None:
+    adapters = {"1.10": folder, "no": "/b"}
+    given = [option(spec, "--lora-adapters") for spec in instances(topology(lora_adapters=adapters), "decode-0")]
+    assert [instance_settings(["--lora-adapters", one]).engine.lora_adapters for one in given] == [adapters]
 
 
 @pytest.mark.parametrize("pin", [True, False])

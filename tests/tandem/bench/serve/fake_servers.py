@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -72,6 +72,8 @@ class _Server:
         self.in_flight = 0
         self.max_in_flight = 0
         self.prompts: list[Any] = []
+        self.requested: set[str] = set()
+        """Models, by gRPC."""
         self.peers: set[str] = set()
         self.headers: dict[str, str] = {}
 
@@ -97,6 +99,7 @@ class FakeTandem(_Server, generation_pb2_grpc.GenerationServiceServicer):
     """GenerationService on a loopback port."""
 
     address = ""
+    lora_adapters: Sequence[str] = ()
 
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server()
@@ -110,11 +113,16 @@ class FakeTandem(_Server, generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetModelInfo(self, request: Any, context: Any) -> generation_pb2.GetModelInfoResponse:
         return generation_pb2.GetModelInfoResponse(
-            model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=[60]
+            model="fake",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[60],
+            lora_adapters=self.lora_adapters,
         )
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         self.headers = {key: str(value) for key, value in context.invocation_metadata()}
+        self.requested.add(request.model)
         behaviour = self._begin(tuple(request.token_ids.ids), context.peer())
         num_tokens = request.sampling.max_tokens
         assert request.sampling.ignore_eos
@@ -143,6 +151,7 @@ class FakeOpenAI(_Server):
     """`/v1/models` and `/v1/completions` on a loopback port, one request for each connection."""
 
     url = ""
+    models: Sequence[dict[str, Any]] = ({"id": "fake", "max_model_len": MAX_MODEL_LEN},)
     tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> Self:
@@ -162,7 +171,7 @@ class FakeOpenAI(_Server):
             self.headers[name.lower()] = value if given is None else f"{given}, {value}"
         body = json.loads(await reader.readexactly(int(self.headers.get("content-length", "0"))) or "{}")
         if head.startswith("GET /v1/models "):
-            _respond(writer, 200, {"data": [{"id": "fake", "max_model_len": MAX_MODEL_LEN}]})
+            _respond(writer, 200, {"data": self.models})
         elif head.startswith("POST /v1/completions "):
             await self._complete(body, reader, writer)
         else:

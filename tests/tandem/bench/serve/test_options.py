@@ -7,7 +7,9 @@ from click.testing import CliRunner
 
 from tandem.cli import main
 from tests.tandem.bench.serve.conftest import Serve
-from tests.tandem.bench.serve.fake_servers import FakeTandem
+from tests.tandem.bench.serve.fake_servers import FakeOpenAI, FakeTandem
+
+FEW = ("--rate", "inf", "--num-requests", "5", "--prompt-len", "8", "--output-len", "4", "--pause", "0", "--seed", "3")
 
 
 def refused(*args: str) -> str:
@@ -90,6 +92,30 @@ def refused(*args: str) -> str:
 def test_a_mistake_is_answered_with_what_to_type(args: tuple[str, ...], hint: str, serve: Serve) -> None:
     there = serve(FakeTandem()).address if "{there}" in args else ""
     assert hint in " ".join(refused(*(arg.replace("{there}", there) for arg in args)).split())
+
+
+def test_an_adapter_is_measured_by_its_name(serve: Serve) -> None:
+    server = FakeTandem()
+    server.lora_adapters = ["poet", "sql"]
+    serve(server)
+    result = CliRunner().invoke(main, ["bench", "serve", "--address", server.address, *FEW, "--model", "sql"])
+    assert (result.exit_code, server.requested) == (0, {"sql"}), result.output
+    assert "model sql;" in result.stdout
+    unknown = CliRunner().invoke(main, ["bench", "serve", "--address", server.address, "--model", "x"])
+    assert "serves fake, poet, sql; omit --model, or give one of these names" in unknown.output
+
+
+def test_an_adapter_gets_the_prompts_of_its_model(serve: Serve) -> None:
+    server = FakeOpenAI()
+    server.models = [{"id": "demo"}, {"id": "sql", "parent": "demo"}]
+    serve(server)
+    prompts = []
+    for model in ("demo", "sql"):
+        result = CliRunner().invoke(main, ["bench", "serve", "--url", server.url, "--model", model, *FEW])
+        assert result.exit_code == 0, result.output
+        prompts.append({tuple(prompt) for prompt in server.prompts})
+        server.prompts = []
+    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.parametrize("body", ['{"n": 1, "best_of": 1}', '{"n": null}'])
