@@ -38,7 +38,9 @@ def run_of(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("count", "unit", "number"), [(1, 0, 0), (1, 3, 0), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("count", "unit", "number"), [pytest.param(1, 0, 0, marks=pytest.mark.slow), (1, 3, 0), (3, 1, 1)]
+)
 def test_a_run_ends_whenever_a_worker_crashes(tmp_path: Path, count: int, unit: int, number: int) -> None:
     """In the first, the last or another one of four units of `count` tests."""
     (tmp_path / "conftest.py").write_text(_CONFTEST)

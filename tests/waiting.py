@@ -17,18 +17,25 @@ from tests.engine_under_test import PATIENCE
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
     """Returns when `condition` holds. Raises TimeoutError after a time that a busy machine does not need either."""
     async with asyncio.timeout(within_s * PATIENCE):
+        began_s = time.monotonic()
         while not condition():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(_pause_s(0.005, began_s))
 
 
 def wait_until(condition: Callable[[], object], problem: str | Callable[[], str] = "", within_s: float = 60.0) -> None:
     """As `until`, without an event loop. Raises AssertionError with `problem`."""
     within_s *= PATIENCE
-    deadline_s = time.monotonic() + within_s
+    began_s = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > began_s + within_s:
             raise AssertionError(f"after {within_s:g} s: {problem if isinstance(problem, str) else problem()}")
-        time.sleep(0.01)
+        time.sleep(_pause_s(0.01, began_s))
+
+
+def _pause_s(shortest_s: float, began_s: float) -> float:
+    """Until the next look: most look at processes or ask them, which costs milliseconds here and there. At most five
+    times the shortest, and a thirtieth of the time that has passed."""
+    return min(5 * shortest_s, max(shortest_s, (time.monotonic() - began_s) / 30))
 
 
 def freeze(pid: int) -> None:

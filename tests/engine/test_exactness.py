@@ -77,9 +77,8 @@ def assert_prompts_at_once_equal_transformers(folder: Path, longest: int, num_pr
 @pytest.mark.parametrize(
     ("architecture", "num_prompts"),
     [
-        ("llama", 50),
-        *((name, 12) for name in ARCHITECTURES[1:]),
-        *(pytest.param(name, 50, marks=pytest.mark.slow) for name in (*ARCHITECTURES[1:], "mixtral")),
+        *((name, 12) for name in ARCHITECTURES),
+        *(pytest.param(name, 50, marks=pytest.mark.slow) for name in (*ARCHITECTURES, "mixtral")),
     ],
 )
 def test_prompts_at_once_equal_transformers(architecture: str, num_prompts: int, tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_fifty_prompts_at_once_equal_transformers_with_the_demo_model() -> None:
     assert_prompts_at_once_equal_transformers(MODEL_DIR, longest=200)
 
 
-@pytest.mark.parametrize("budget", [16, 33, 100, 512])
+@pytest.mark.parametrize("budget", [33, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 100, 512))])
 def test_chunk_budget_does_not_change_tokens(
     checkpoint: Path, prompts: list[list[int]], reference: list[list[int]], budget: int
 ) -> None:
@@ -122,7 +121,7 @@ def test_a_step_without_a_token_waits_for_the_device(checkpoint: Path, monkeypat
     assert waits == [0, 1, 2], "of the steps 0 to 5 the first three compute a chunk alone"
 
 
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", [32, pytest.param(8, marks=pytest.mark.slow)])
 def test_block_size_does_not_change_tokens(
     checkpoint: Path, prompts: list[list[int]], reference: list[list[int]], block_size: int
 ) -> None:

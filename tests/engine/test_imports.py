@@ -29,16 +29,11 @@ from engine import AsyncEngine
 from engine.config import EngineConfig, KVConnectorConfig
 async def main():
     connector = KVConnectorConfig(class_path="mine:Mine")
-    engine = await AsyncEngine.start(EngineConfig(model=MODEL, num_blocks=8, num_threads=1, kv_connector=connector))
+    ranks = {"tensor_parallel_size": 2, "num_threads": 1}
+    engine = await AsyncEngine.start(EngineConfig(model=MODEL, num_blocks=8, kv_connector=connector, **ranks))
     print("started")
     await engine.shutdown()
 asyncio.run(main())
-"""
-_RANKS = """
-from engine import LLM
-llm = LLM("demo", num_blocks=8, num_threads=1, tensor_parallel_size=2)
-print("started")
-llm.core.shutdown()
 """
 _VLLM = """
 import sys
@@ -87,8 +82,7 @@ def run(script: str, folder: Path) -> str:
     ("script", "output"),
     [
         pytest.param(_ROUTER, "usage: ", id="process of a stack"),
-        pytest.param(_CORE, "started", id="engine core, with a connector of the working directory"),
-        pytest.param(_RANKS, "started", id="ranks"),
+        pytest.param(_CORE, "started", id="engine core and rank, with a connector of the working directory"),
         pytest.param(_VLLM, "docs/vllm.md", id="look for vLLM"),
         pytest.param(_SOURCE, "started", id="source of a transfer, with a connector of the working directory"),
     ],

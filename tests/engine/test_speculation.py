@@ -126,8 +126,8 @@ def prompts() -> list[list[int]]:
         {},
         {"max_num_batched_tokens": 33},
         {"num_blocks": 40},
-        {"block_size": 32, "num_threads": 1},
-        {"attention_backend": "reference"},
+        pytest.param({"block_size": 32, "num_threads": 1}, marks=pytest.mark.slow),
+        pytest.param({"attention_backend": "reference"}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     ],
@@ -148,15 +148,18 @@ def test_drafts_change_nothing(checkpoint: Path, prompts: list[list[int]], optio
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"),
+    ("architecture", "options", "dtype"),
     [
-        ("mistral", {"sliding_window": 40}),
-        ("qwen3_moe", {}),
-        ("gemma3_text", {}),
-        ("gpt2", {}),
+        ("mistral", {"sliding_window": 40}, "bfloat16"),
+        ("qwen3_moe", {}, "bfloat16"),
+        ("gemma3_text", {}, "float32"),
+        ("gpt2", {}, "float32"),
+        pytest.param("mistral", {"sliding_window": 40}, "float32", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {}, "float32", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", {}, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_nothing_in_any_architecture(
     architecture: str, options: dict[str, Any], dtype: str, prompts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -190,8 +193,16 @@ def test_a_stop_string_inside_of_a_draft_ends_the_text_where_it_would() -> None:
     assert llm.core.scheduler.counters.num_accepted_tokens > 100
 
 
-@pytest.mark.parametrize("is_checked", [True, False])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 33, "num_blocks": 24}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "is_checked"),
+    [
+        ({}, False),
+        ({"max_num_batched_tokens": 33, "num_blocks": 24}, True),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 33, "num_blocks": 24}, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_constrained_and_free_streams_in_one_batch_change_nothing(options: dict[str, Any], *, is_checked: bool) -> None:
     """Whether a draft ends before what its constraint does not admit, or has more."""
     prompts = random_prompts(len(CONSTRAINED) * 3, longest=60, vocab_size=1000, seed=9)

@@ -213,7 +213,7 @@ class OverList(Machine):
         return ScriptedList(NUM_BLOCKS, lambda: self.now, secret_file, max_begun=NUM_THREADS)
 
 
-_SETTINGS = settings(max_examples=50, stateful_step_count=50)
+_SETTINGS = settings(max_examples=25, stateful_step_count=50)
 _MACHINES = [OverStore, OverBusyStore, OverNixl, OverList]
 TestOverStore, TestOverBusyStore, TestOverNixl, TestOverList = (machine.TestCase for machine in _MACHINES)
 TestOverStore.settings = TestOverBusyStore.settings = TestOverNixl.settings = TestOverList.settings = _SETTINGS

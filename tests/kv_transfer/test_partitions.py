@@ -40,7 +40,9 @@ def check_both_directions(checkpoint: Path, config: EngineConfig, tensor: int, p
     pair.close()
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"), [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (2, 2)))]
+)
 def test_over_shared_storage(checkpoint: Path, tmp_path: Path, tensor: int, pipeline: int) -> None:
     check_both_directions(checkpoint, store_config(checkpoint, tmp_path), tensor, pipeline)
 

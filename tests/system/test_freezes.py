@@ -101,7 +101,8 @@ def test_an_engine_core_that_hangs_is_replaced_and_its_stream_continued(
     with started(
         Model(checkpoint, reference, tmp_path),
         size=2,
-        num_prefill=1,
+        num_prefill=0,
+        disaggregation="auto",
         failpoints=False,
         instance_args=("--instance-core-unready-s", "1", "--instance-core-dead-s", "2"),
         faults={f"decode-{index}": f"engine.step=sleep:{DECODE_STEP_S}" for index in range(2)},

@@ -9,26 +9,16 @@ import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.engine_under_test import BLOCK_SIZE
 from tests.lively import random_prompt
-from tests.system.reference import Reference
-from tests.system.stacks import GREEDY, Model, Stack, started
+from tests.system.stacks import GREEDY, Stack, on_stack
 from tests.waiting import wait_until
 
 LENGTH = 6 * BLOCK_SIZE + 5
-
-
-@pytest.fixture(scope="module")
-def stack(checkpoint: Path, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Without failpoints, which write files."""
-    model = Model(checkpoint, reference, tmp_path_factory.mktemp("stack"))
-    with started(model, failpoints=False) as running:
-        yield running
 
 
 @contextmanager
@@ -46,6 +36,7 @@ def full_disk(stack: Stack, *names: str) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
+@on_stack("demo")  # without failpoints, which write files
 @pytest.mark.parametrize("names", [("prefill-0",), ("decode-0",), ("router", "prefill-0", "decode-0")], ids="+".join)
 def test_a_full_disk_costs_no_token(stack: Stack, prompts: random.Random, names: tuple[str, ...]) -> None:
     with full_disk(stack, *names):

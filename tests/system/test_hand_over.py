@@ -185,6 +185,7 @@ def test_several_choices_differ_and_a_seed_repeats_them(stack: Stack, prompts: r
     assert [choice.token_ids for choice in together.choices] == [choice.token_ids for choice in again.choices]
 
 
+@pytest.mark.slow
 @on_stack("prefix store")
 def test_a_shared_prefix_is_computed_once_for_all_prefill_instances(stack: Stack, prompts: random.Random) -> None:
     """NIXL hands over, Redis keeps prefixes: no prefill instance computes what another one has computed."""

@@ -53,10 +53,51 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 
 
+class Step:
+    """The failpoint of a step: while it is armed, the core stops in its next one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "parked"
+        self._go = folder / "parked.engine.step.go"
+        self._num_before = 0
+        self.release()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a core that stops there, and takes 50 ms for a step: a long request takes a minute, and so does not end
+        before a test that is held up ends it."""
+        return {
+            "TANDEM_ENABLE_FAILPOINTS": "1",
+            "TANDEM_FAILPOINTS": "engine.step=park;engine.step=sleep:0.05",
+            "TANDEM_FAILPOINT_FILE": str(self._file),
+        }
+
+    def arm(self) -> None:
+        self._num_before = self._num_arrivals()
+        self._go.unlink()
+
+    def parked(self) -> bool:
+        """A step has begun since it was armed, and may have passed in that moment: it stops in the next one then."""
+        return self._num_arrivals() > self._num_before
+
+    def release(self) -> None:
+        self._go.touch()
+
+    def _num_arrivals(self) -> int:
+        return self._file.read_text().count("\n") if self._file.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
+    return Step(tmp_path_factory.mktemp("step"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
-    """One engine for all tests of this module: starting a process takes seconds. It runs two requests at a time and
-    has two stores."""
+async def engine(
+    config: EngineConfig, step: Step, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AsyncEngine]:
+    """One engine for most tests of this module: starting a process takes seconds. It runs two requests at a time and
+    has two stores. The last test kills its core."""
     folder = tmp_path_factory.mktemp("stores")
     ensure_secret(folder / "secret")
     stores = [
@@ -69,32 +110,26 @@ async def engine(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory)
     connector = KVConnectorConfig(
         class_path="kv_transfer.multi_connector:MultiConnector", options={"connectors": stores}
     )
-    engine = await AsyncEngine.start(
-        msgspec.structs.replace(config, num_blocks=256, max_num_seqs=2, kv_connector=connector)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in step.environment.items():
+            patch.setenv(name, value)
+        engine = await AsyncEngine.start(
+            msgspec.structs.replace(config, num_blocks=256, max_num_seqs=2, kv_connector=connector)
+        )
     yield engine
     await engine.shutdown()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def slow_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
-    """A core that runs two requests at a time, 50 ms a step: a long request takes a minute, and so does not end before
-    a test that is held up ends it."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
-        environment.setenv("TANDEM_FAILPOINTS", "engine.step=sleep:0.05")
-        engine = await AsyncEngine.start(msgspec.structs.replace(config, num_blocks=256, max_num_seqs=2))
+async def threaded_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    """Two threads, each with a core of its own where there are two. The last test that takes it stops its core."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_WAIT_POLICY")
+        engine = await AsyncEngine.start(
+            msgspec.structs.replace(config, num_threads=2, cpu_cores=tuple(usable_cores()[:2]))
+        )
     yield engine
     await engine.shutdown()
-
-
-def park_at_step(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Makes the next core stop in its step `number`, counted from 1: then the first file is there. The second one,
-    made by the test, lets it go on."""
-    monkeypatch.setenv("TANDEM_ENABLE_FAILPOINTS", "1")
-    monkeypatch.setenv("TANDEM_FAILPOINTS", f"engine.step=park@{number}")
-    monkeypatch.setenv("TANDEM_FAILPOINT_FILE", str(folder / "parked"))
-    return folder / "parked", folder / "parked.engine.step.go"
 
 
 def make_request(request_id: str, prompt: list[int], max_tokens: int = 8) -> EngineRequest:
@@ -128,14 +163,14 @@ async def test_concurrent_requests_get_their_own_tokens(engine: AsyncEngine) -> 
 
 
 @on_module_loop
-async def test_closing_a_stream_early_frees_its_blocks(slow_engine: AsyncEngine) -> None:
-    before = slow_engine.load.num_generated_tokens
-    stream = slow_engine.add_request(make_request("long", [5] * 50, max_tokens=900))
+async def test_closing_a_stream_early_frees_its_blocks(engine: AsyncEngine) -> None:
+    before = engine.load.num_generated_tokens
+    stream = engine.add_request(make_request("long", [5] * 50, max_tokens=900))
     async with aclosing(stream):
         await anext(stream)
-    await until_idle(slow_engine)
-    assert slow_engine.load.running_blocks == 0
-    assert slow_engine.load.num_generated_tokens - before < 800
+    await until_idle(engine)
+    assert engine.load.running_blocks == 0
+    assert engine.load.num_generated_tokens - before < 800
 
 
 @on_module_loop
@@ -147,13 +182,13 @@ async def test_a_running_id_is_refused_and_the_running_request_unharmed(engine: 
 
 
 @on_module_loop
-async def test_an_id_that_is_used_again_at_once_gets_no_tokens_of_its_last_request(slow_engine: AsyncEngine) -> None:
+async def test_an_id_that_is_used_again_at_once_gets_no_tokens_of_its_last_request(engine: AsyncEngine) -> None:
     prompt = list(range(60, 70))
-    expected = await collect(slow_engine, make_request("other", prompt))
+    expected = await collect(engine, make_request("other", prompt))
     for _ in range(2):
-        async with aclosing(slow_engine.add_request(make_request("again", [5] * 40, max_tokens=900))) as stream:
+        async with aclosing(engine.add_request(make_request("again", [5] * 40, max_tokens=900))) as stream:
             await anext(stream)  # the next step has begun, and its token is on the way
-    assert await collect(slow_engine, make_request("again", prompt)) == expected
+    assert await collect(engine, make_request("again", prompt)) == expected
 
 
 @on_module_loop
@@ -181,16 +216,16 @@ async def test_steps_are_counted_by_their_tokens(engine: AsyncEngine) -> None:
 
 
 @on_module_loop
-async def test_every_token_says_how_long_its_request_waited_to_run(slow_engine: AsyncEngine) -> None:
+async def test_every_token_says_how_long_its_request_waited_to_run(engine: AsyncEngine) -> None:
     began_s = time.monotonic()
     requests = [make_request(f"long-{index}", [20 + index] * 9, max_tokens=2000) for index in range(2)]
-    long = [slow_engine.add_request(request) for request in requests]
+    long = [engine.add_request(request) for request in requests]
     first = [await anext(stream) for stream in long]
     longest_s = time.monotonic() - began_s
-    waiting = slow_engine.add_request(make_request("waiting", [31] * 9, max_tokens=4))
+    waiting = engine.add_request(make_request("waiting", [31] * 9, max_tokens=4))
     async with asyncio.timeout(60):
-        while not slow_engine.load.num_waiting:
-            await slow_engine.wait_load(0.5)
+        while not engine.load.num_waiting:
+            await engine.wait_load(0.5)
     seen_s = time.monotonic()
     await asyncio.sleep(0.05)
     waited_s = time.monotonic() - seen_s
@@ -228,101 +263,65 @@ async def test_what_a_connector_moved_comes_up_from_the_core(engine: AsyncEngine
 
 
 @on_module_loop
-async def test_a_connector_s_events_during_a_step_end_no_silence(
-    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ensure_secret(tmp_path / "secret")
-    store = KVConnectorConfig(
-        class_path="kv_transfer.stores.files:SharedStorageConnector",
-        options={"path": str(tmp_path / "store"), "kv_secret_file": str(tmp_path / "secret")},
-    )
-    parked, go = park_at_step(2, tmp_path, monkeypatch)
-    engine = await AsyncEngine.start(msgspec.structs.replace(config, kv_connector=store))
+async def test_a_connector_s_events_during_a_step_end_no_silence(engine: AsyncEngine, step: Step) -> None:
     ended: list[tuple[str, float]] = []
 
     def on_transfer_event(event: TransferEvent) -> None:
-        if event.ended is not None:
+        if event.ended is not None and event.transfer_id == "t2":
             ended.append((event.ended, engine.core_silence_s))
 
-    engine.on_transfer_event = on_transfer_event
+    of_others, engine.on_transfer_event = engine.on_transfer_event, on_transfer_event
     held = msgspec.structs.replace(
-        make_request("held", [5] * 40), hold_kv=HoldKV(transfer_id="t1", lease_s=PATIENCE * 60)
+        make_request("held", [5] * 40), hold_kv=HoldKV(transfer_id="t2", lease_s=PATIENCE * 60)
     )
     try:
         await collect(engine, held)
+        await until_idle(engine)
+        step.arm()
         hung = asyncio.create_task(collect(engine, make_request("hung", [7] * 9)))
-        await until(parked.exists)
+        await until(step.parked)
         await until(lambda: engine.core_silence_s > 0.4)
-        engine.send(LeaseCommand("t1", "release"))
+        engine.send(LeaseCommand("t2", "release"))
         await until(lambda: ended)
         assert ended[0][0] == "released"
         assert ended[0][1] > 0.4
-        go.touch()
+        step.release()
         assert len(await hung) == 8
     finally:
-        go.touch()
-        await engine.shutdown()
+        step.release()
+        engine.on_transfer_event = of_others
 
 
 @on_module_loop
-async def test_threads_of_an_idle_core_sleep_on_cores_of_their_own_too(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    engine = await AsyncEngine.start(
-        msgspec.structs.replace(config, num_threads=2, cpu_cores=tuple(usable_cores()[:2]))
-    )
-    core = psutil.Process(engine.info.pid)
+async def test_threads_of_an_idle_core_sleep_on_cores_of_their_own_too(threaded_engine: AsyncEngine) -> None:
+    core = psutil.Process(threaded_engine.info.pid)
 
     def used_s() -> float:
         return core.cpu_times().user + core.cpu_times().system
 
-    try:
-        await collect(engine, make_request("one", [5, 6, 7] * 300))
-        await until_idle(engine)
-        async with asyncio.timeout(30 * PATIENCE):
-            while True:
-                before_s = used_s()
-                await asyncio.sleep(1.0)
-                if used_s() - before_s < 0.1:
-                    break
-    finally:
-        await engine.shutdown()
+    await collect(threaded_engine, make_request("one", [5, 6, 7] * 300))
+    await until_idle(threaded_engine)
+    async with asyncio.timeout(30 * PATIENCE):
+        while True:
+            before_s = used_s()
+            await asyncio.sleep(1.0)
+            if used_s() - before_s < 0.1:
+                break
 
 
 @on_module_loop
-async def test_a_killed_core_ends_its_streams_with_an_error(
-    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parked, _ = park_at_step(2, tmp_path, monkeypatch)
-    engine = await AsyncEngine.start(config)
-    stream = engine.add_request(make_request("doomed", [5] * 9, max_tokens=900))
+async def test_a_core_that_hangs_can_be_killed(threaded_engine: AsyncEngine) -> None:
+    stream = threaded_engine.add_request(make_request("stuck", [5] * 9, max_tokens=900))
     await anext(stream)
-    await until(parked.exists)
-    os.kill(engine.info.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="status -9"):
-        async for _ in stream:
-            pass
-    assert "status -9" in await asyncio.wait_for(engine.wait_dead(), 20)
-    with pytest.raises(EngineDeadError):
-        engine.add_request(make_request("late", [5]))
-    await engine.shutdown()
-
-
-@on_module_loop
-async def test_a_core_that_hangs_can_be_killed(config: EngineConfig) -> None:
-    engine = await AsyncEngine.start(config)
-    stream = engine.add_request(make_request("stuck", [5] * 9, max_tokens=900))
-    await anext(stream)
-    os.kill(engine.info.pid, signal.SIGSTOP)
-    engine.kill("it hangs")
+    os.kill(threaded_engine.info.pid, signal.SIGSTOP)
+    threaded_engine.kill("it hangs")
     with pytest.raises(EngineDeadError, match="it hangs") as ended:
         async for _ in stream:
             pass
     assert ended.value.crashed
-    assert await engine.wait_dead() == "it hangs"
-    await engine.shutdown()
-    assert not psutil.pid_exists(engine.info.pid)
+    assert await threaded_engine.wait_dead() == "it hangs"
+    await threaded_engine.shutdown()
+    assert not psutil.pid_exists(threaded_engine.info.pid)
 
 
 @on_module_loop
@@ -331,16 +330,6 @@ async def test_a_core_that_cannot_start_says_why(config: EngineConfig, capfd: py
     with pytest.raises(EngineStartError, match="status 2"):
         await AsyncEngine.start(broken)
     assert "config.json" in capfd.readouterr().err
-
-
-async def test_a_temporary_directory_whose_path_has_too_many_bytes_for_sockets_is_not_used(
-    short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = short_folder / ("é" * 40)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(EngineStartError, match="status 2"):  # it started, and found no model
-        await AsyncEngine.start(EngineConfig(model="/nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -358,10 +347,10 @@ async def test_a_core_that_ends_while_it_loads_may_start_later_unless_its_status
     assert may_pass(caught.value) == (error is EngineDeadError)
 
 
-@on_module_loop
-async def test_a_core_that_does_not_introduce_itself_is_ended(tmp_path: Path) -> None:
+def silent_core(folder: Path) -> EngineConfig:
+    """Of a core that connects and sends something else than its introduction; the file `pid` there names it."""
     message = msgspec.msgpack.encode(Outputs([], EngineLoad()))
-    (script := tmp_path / "python").write_text(
+    (script := folder / "python").write_text(
         f"#!{sys.executable}\n"
         "import os, pathlib, sys, zmq\n"
         "pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
@@ -373,9 +362,25 @@ async def test_a_core_that_does_not_introduce_itself_is_ended(tmp_path: Path) ->
         "os._exit(0)\n"
     )
     script.chmod(0o755)
+    return EngineConfig(model="m", python=str(script))
+
+
+@on_module_loop
+async def test_a_core_that_does_not_introduce_itself_is_ended(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no EngineInfo first"):
-        await AsyncEngine.start(EngineConfig(model="m", python=str(script)))
+        await AsyncEngine.start(silent_core(tmp_path))
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@on_module_loop
+async def test_a_temporary_directory_whose_path_has_too_many_bytes_for_sockets_is_not_used(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = short_folder / ("é" * 40)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(EngineError, match="no EngineInfo first"):  # it has connected
+        await AsyncEngine.start(silent_core(tmp_path))
 
 
 @on_module_loop
@@ -448,3 +453,21 @@ def test_a_core_ends_with_its_killed_parent_and_leaves_no_file(config: EngineCon
     while list(short_folder.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(short_folder.iterdir()) == []
+
+
+@on_module_loop
+async def test_a_killed_core_ends_its_streams_with_an_error(engine: AsyncEngine, step: Step) -> None:
+    """The last test that takes this engine."""
+    await until_idle(engine)
+    stream = engine.add_request(make_request("doomed", [5] * 9, max_tokens=900))
+    await anext(stream)
+    step.arm()
+    await until(step.parked)
+    os.kill(engine.info.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="status -9"):
+        async for _ in stream:
+            pass
+    assert "status -9" in await asyncio.wait_for(engine.wait_dead(), 20)
+    with pytest.raises(EngineDeadError):
+        engine.add_request(make_request("late", [5]))
+    await engine.shutdown()

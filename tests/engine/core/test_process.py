@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from engine.config import EngineConfig
@@ -51,12 +52,6 @@ process._run(SimpleNamespace(parallelism=SimpleNamespace(core_rank=0)), "ipc:///
 """
 
 
-def test_a_bug_does_not_wait_for_grammars_that_are_queued() -> None:
-    ended = subprocess.run([sys.executable, "-c", BUG], capture_output=True, text=True, timeout=50, check=False)
-    assert ended.returncode == 1
-    assert "MemoryError: a bug" in ended.stderr
-
-
 STARTS = """
 import errno
 from types import SimpleNamespace
@@ -88,8 +83,21 @@ for error in (
 """
 
 
-def test_only_a_start_that_would_fail_again_has_the_status_of_wrong_settings() -> None:
-    ended = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=50, check=False)
+@pytest.fixture(scope="module")
+def ended() -> subprocess.CompletedProcess[str]:
+    """Of one process for both: it imports torch."""
+    script = [sys.executable, "-c", STARTS + BUG]
+    return subprocess.run(script, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_bug_does_not_wait_for_grammars_that_are_queued(ended: subprocess.CompletedProcess[str]) -> None:
+    assert ended.returncode == 1
+    assert "MemoryError: a bug" in ended.stderr
+
+
+def test_only_a_start_that_would_fail_again_has_the_status_of_wrong_settings(
+    ended: subprocess.CompletedProcess[str],
+) -> None:
     assert ended.stdout.split() == ["2"] * 4 + ["1"] * 6, ended.stderr
     assert "engine core: damaged\n" in ended.stderr
 

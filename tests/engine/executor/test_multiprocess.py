@@ -256,7 +256,9 @@ def test_what_cannot_be_divided_is_rejected_before_a_process_starts(
     ("options", "error"),
     [
         ({"max_model_len": 10**6}, CapacityError),
-        ({"kv_connector": {"class_path": "engine.kv_connector:Missing"}}, EngineError),
+        pytest.param(
+            {"kv_connector": {"class_path": "engine.kv_connector:Missing"}}, EngineError, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_start_that_fails_leaves_no_rank(checkpoint: Path, options: dict[str, Any], error: type[Exception]) -> None:
@@ -329,7 +331,9 @@ def test_a_rank_whose_start_fails_may_start_later_if_only_the_machine_lacks_some
     assert rank_processes() == []
 
 
-@pytest.mark.parametrize("is_missing", [False, True], ids=["loads", "cannot load"])
+@pytest.mark.parametrize(
+    "is_missing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["loads", "cannot load"]
+)
 def test_a_rank_whose_core_ends_while_it_loads_prints_no_traceback(
     checkpoint: Path, capfd: pytest.CaptureFixture[str], is_missing: bool
 ) -> None:
@@ -348,16 +352,18 @@ def test_a_rank_whose_core_ends_while_it_loads_prints_no_traceback(
 
 
 NO_DESCRIPTOR = """
-import errno, os
-from engine.executor import process, worker
+import errno, os, sys
+from engine.executor import process
 
-def load_part(*_):
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+class Full:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-worker.load_part = load_part
+sys.meta_path.insert(0, Full())
 process.main()
 """
-"""A rank's process that cannot open its model."""
+"""A rank's process that cannot open another file."""
 
 
 UNINSTALLED = """

@@ -128,7 +128,7 @@ def test_tokens_and_logprobs_equal_transformers_in_chunks_cached_and_preempted(
     assert again <= max(16, len(prompts[0])), "at most the last block is computed again"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_bits_of_an_answer_do_not_depend_on_the_batch(architecture: str, dtype: str, tmp_path: Path) -> None:
     folder = lively_checkpoint(tmp_path, architecture, **ARCHITECTURES[architecture])

@@ -244,7 +244,7 @@ def test_prompts_that_found_nothing_in_the_store_go_on_behind_the_first_of_them(
 
 
 @pytest.mark.parametrize("seeks", [False, True])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_whatever_arrives_what_a_step_reads_has_been_written(seeks: bool, data: st.DataObject) -> None:
     check_whatever_arrives(seeks, data)

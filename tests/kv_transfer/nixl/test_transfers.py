@@ -218,7 +218,7 @@ def test_an_address_that_ucx_cannot_use_is_no_error_of_a_list(monkeypatch: pytes
         NixlAgent("a", UcxSettings(address="192.0.2.1"))
 
 
-@pytest.mark.parametrize("level", ["warn", "ERROR"])
+@pytest.mark.parametrize("level", ["warn", pytest.param("ERROR", marks=pytest.mark.slow)])
 def test_devices_are_checked_whatever_ucx_logs(level: str) -> None:
     code = "from kv_transfer.nixl.agent import *; NixlAgent('a', UcxSettings(net_devices='no_such0')).check_devices()"
     environment = {**os.environ, "UCX_LOG_LEVEL": level}

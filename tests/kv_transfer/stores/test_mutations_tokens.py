@@ -122,7 +122,9 @@ def check_sample(pair: MutatedPair, checkpoint: Path, num_mutations: int) -> Non
     pair.close()
 
 
-@pytest.mark.parametrize("config", [folder_config, redis_config], ids=["shared_storage", "redis"])
+@pytest.mark.parametrize(
+    "config", [folder_config, pytest.param(redis_config, marks=pytest.mark.slow)], ids=["shared_storage", "redis"]
+)
 @pytest.mark.parametrize("num_mutations", [_SAMPLE, pytest.param(_ALL, marks=pytest.mark.slow)])
 def test_mutated_pages_change_no_token(
     checkpoint: Path,

@@ -119,7 +119,7 @@ def test_redis_gets_a_server_of_its_own_that_ends_with_the_measurement() -> None
     assert not [child for child in psutil.Process().children(recursive=True) if "redis" in child.name()]
 
 
-@pytest.mark.parametrize("digest", ["off", "on"])
+@pytest.mark.parametrize("digest", ["off", pytest.param("on", marks=pytest.mark.slow)])
 def test_a_redis_of_the_users_own_has_no_key_more_than_before(tmp_path: Path, digest: str) -> None:
     with redis_server(tmp_path) as server:
         server.run("SET", "mine", "1")
@@ -277,7 +277,7 @@ def test_a_store_that_is_down_is_a_failure_with_its_reason(tmp_path: Path) -> No
     endpoint.shutdown()
 
 
-@pytest.mark.parametrize("method", ["put", "get_into"])
+@pytest.mark.parametrize("method", ["get_into", pytest.param("put", marks=pytest.mark.slow)])
 def test_a_fault_of_a_users_own_store_is_shown_in_one_line_without_secrets(
     method: str, process_logs: ProcessLogs
 ) -> None:

@@ -33,6 +33,14 @@ from tests.kv_transfer.stores.redis.redis_server import redis_server
 from tests.tandem.bench.faulty_store import FAULTY
 from tests.waiting import wait_until
 
+SMALL_BYTES = 65536
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their size plays no part in what is found."""
+    monkeypatch.setattr(doctor, "_BLOCK_BYTES", SMALL_BYTES)
+
 
 class RpcFailed(grpc.RpcError):
     """As gRPC raises it: with its status."""
@@ -81,16 +89,19 @@ def test_on_another_system_than_linux_the_doctor_names_docker(monkeypatch: pytes
     assert result.exit_code == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_ends_a_transfer_and_leaves_no_file_and_no_process(number: int, short_folder: Path) -> None:
-    code = "from tandem.commands import doctor; doctor._NUM_ROUNDS = 10**6; doctor.command()"  # it ends by the signal
+    small = f"doctor._BLOCK_BYTES, doctor._NUM_ROUNDS = {SMALL_BYTES}, 10**6"  # it ends by the signal
+    code = f"from tandem.commands import doctor; {small}; doctor.command()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(short_folder)},
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         parent = psutil.Process(process.pid)
-        wait_until(lambda: parent.children() and [*short_folder.glob("tandem-transfer-*")])
+        wait_until(lambda: [*short_folder.glob("tandem-transfer-*")] and parent.children())
         children = parent.children(recursive=True)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)

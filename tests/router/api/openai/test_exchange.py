@@ -235,7 +235,13 @@ async def test_a_large_body_is_parsed_off_the_event_loop(run_http: RunHttp) -> N
 
 
 @pytest.mark.usefixtures("no_collections")
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        *(pytest.param(path, marks=pytest.mark.slow) for path in ("/v1/messages/count_tokens", "/tokenize")),
+    ],
+)
 async def test_many_messages_are_checked_off_the_event_loop_and_before_the_template(
     run_http: RunHttp, path: str
 ) -> None:

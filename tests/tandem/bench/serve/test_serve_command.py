@@ -32,6 +32,9 @@ from tests.waiting import until
 SMALL = ("--prompt-len", "8", "--output-len", "4", "--pause", "0")
 GUARD_S = 60.0
 SIGNALS = [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")]
+FEW_SIGNALS = [SIGNALS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SIGNALS[1:])]
+"""Where the load itself plays no part in it: each signal ends a load in
+`test_ctrl_c_ends_it_at_once_and_keeps_what_was_measured`."""
 
 
 def arguments(*args: str) -> tuple[str, ...]:
@@ -312,7 +315,12 @@ async def test_a_terminal_that_is_closed_ends_it_and_the_file_has_what_was_measu
 
 
 @pytest.mark.parametrize(
-    ("opened", "number", "name"), [(os.pipe, *each) for each in SIGNALS] + [(pty.openpty, signal.SIGTERM, "SIGTERM")]
+    ("opened", "number", "name"),
+    [
+        (os.pipe, *SIGNALS[0]),
+        (pty.openpty, *SIGNALS[1]),
+        *(pytest.param(os.pipe, *each, marks=pytest.mark.slow) for each in SIGNALS[1:]),
+    ],
 )
 async def test_the_file_has_what_was_measured_where_nothing_can_be_printed(
     opened: Callable[[], tuple[int, int]], number: int, name: str, tmp_path: Path
@@ -418,7 +426,7 @@ async def test_ctrl_c_before_the_first_request_replaces_no_file(tmp_path: Path) 
     assert (server.num_requests, file.read_text()) == (0, "earlier")
 
 
-@pytest.mark.parametrize(("number", "name"), SIGNALS)
+@pytest.mark.parametrize(("number", "name"), FEW_SIGNALS)
 async def test_a_signal_ends_the_planning_of_a_long_load(number: int, name: str, tmp_path: Path) -> None:
     file, options = earlier_files(tmp_path)
     async with FakeTandem() as server, asyncio.timeout(GUARD_S):
