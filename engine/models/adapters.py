@@ -52,9 +52,10 @@ class Adapters:
         self.rows = [(adapter, torch.isin(rows, own).nonzero().flatten()) for adapter, own in self.rows]
 
     def finish(self) -> None:
-        """Raises UnsupportedModel if tensors were not taken, but for those of other stages."""
+        """Closes the files. Raises UnsupportedModel if tensors were not taken, but for those of other stages."""
         for file in self._files:
             file.finish()
+        self._files.clear()
 
 
 class AdaptedLinear:

@@ -188,6 +188,13 @@ def test_an_adapter_that_changes_while_it_is_loaded_is_noticed(adapters: dict[st
             state.check()
 
 
+def test_no_file_of_an_adapter_stays_in_memory(model: Path, adapters: dict[str, Path]) -> None:
+    llm = make_llm(model, adapters)
+    mapped = Path("/proc/self/maps").read_text()
+    assert [str(folder) for folder in adapters.values() if f"{folder}/" in mapped] == []
+    llm.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
