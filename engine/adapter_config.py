@@ -32,6 +32,8 @@ _UNSUPPORTED: dict[str, Any] = {
     "use_qalora": False,
 }
 """Fields that change what an adapter computes, and the value with which they do not; so does an empty one."""
+_MAX_ALPHA = 1e30
+"""A larger one, such as an integer of 400 digits, is no float32."""
 _CHANGES_WEIGHTS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Beginnings of `init_lora_weights` with which training also changed the model's own weights."""
 
@@ -72,7 +74,7 @@ class AdapterConfig:
                 "PEFT's save_pretrained(path_initial_model_for_weight_conversion=…) makes a plain adapter of it"
             )
         alpha = raw.get("lora_alpha", 8)
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA:
             raise InvalidCheckpoint(f"{title}: {CONFIG}: lora_alpha is {shown(alpha)}; it must be a number")
         return cls(name, folder, float(alpha), bool(raw.get("use_rslora")))
 

@@ -74,9 +74,10 @@ class Adapters:
         return GroupedAdapters(base, [self._converted(pair) for pair in pairs], self)
 
     def finish(self) -> None:
-        """Raises UnsupportedModel if tensors were not taken, but for those of other stages."""
+        """Closes the files. Raises UnsupportedModel if tensors were not taken, but for those of other stages."""
         for file in self._files:
             file.finish()
+        self._files.clear()
 
     def _converted(self, pair: _LowRank | None) -> _LowRank | None:
         return pair and (pair[0].to(self._device, self._dtype), pair[1].to(self._device, self._dtype))
@@ -148,6 +149,8 @@ class _AdapterFile:
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{config.title}: {error}") from error
         self._left: set[str] = {*self._file.keys()}
+        if not self._left:
+            raise InvalidCheckpoint(f"{config.title}: {WEIGHTS} has no tensors")
 
     def take(self, parts: Mapping[str, int], in_features: int) -> _LowRank | None:
         """The rank's part of what the adapter adds to the projections `parts` of one input, in float32; None: nothing.
@@ -167,14 +170,14 @@ class _AdapterFile:
         rank 0 where the adapter leaves the projection as it is."""
         names = [f"{_PREFIX}{name}.lora_{letter}.weight" for letter in "AB"]
         cut = cut_of(self._part, self._model, f"{name}.weight", (out_features, in_features))
-        if not self._left.issuperset(names):
+        if self._left.isdisjoint(names):
             return None, torch.zeros((out_features if cut is None or cut[0] else cut[2], 0))
         down, up = map(self._read, names)
-        rank = len(down)
+        rank = max((1, *down.shape[:1]))
         for tensor_name, tensor, shape in zip(
             names, (down, up), ((rank, in_features), (out_features, rank)), strict=True
         ):
-            if tuple(tensor.shape) != shape or not rank:
+            if tuple(tensor.shape) != shape:
                 raise InvalidCheckpoint(
                     f"{self._config.title}: tensor {shown(tensor_name)} has shape {list(tensor.shape)}; the model's "
                     f"layer requires {list(shape)}"

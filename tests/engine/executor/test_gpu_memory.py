@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from engine.errors import CapacityError, EngineError, may_pass
 from engine.executor.executor import OneProcessExecutor, bytes_for_kv, check_gpu
 from engine.model_runner import ModelRunner
 from engine.models import read_config
-from tests.builders import lively_checkpoint
+from tests.builders import lively_checkpoint, write_adapter
 
 
 @dataclass
@@ -95,10 +96,25 @@ def test_the_largest_step_computes_the_whole_budget_within_the_longest_request(
     logits = executor.compute_largest_step(model.kv_layout(dtype="float32", block_size=16), max_model_len)
     assert logits.shape == (num_rows, model.vocab_size)
     assert logits.isfinite().all()
-    [(token_ids, positions, kv_cache, metadata)] = seen
+    [(token_ids, positions, kv_cache, metadata, _, adapters)] = seen
     assert len(token_ids) == budget
     assert int(positions.max()) + 1 == metadata.max_seq_len <= max_model_len
+    assert adapters == []
     assert len(kv_cache) == 1, "a step's pages are in the KV memory, not beside it"
+
+
+def test_the_largest_step_has_what_each_adapter_adds_to_all_but_one_of_its_tokens(tmp_path: Path) -> None:
+    folder = lively_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=1)
+    adapters = {name: str(write_adapter(tmp_path / name, folder)) for name in "ab"}
+    config = EngineConfig(model=str(folder), dtype="float32", max_num_batched_tokens=50, lora_adapters=adapters)
+    model = read_config(folder)
+    executor = OneProcessExecutor(config, model)
+    with patch.object(executor._model, "forward", wraps=executor._model.forward) as forward:
+        executor.compute_largest_step(model.kv_layout(dtype="float32", block_size=16), 32)
+    assert [(one, rows.tolist()) for one, rows in forward.call_args.args[5]] == [
+        (0, [*range(1, 50)]),
+        (1, [*range(1, 50)]),
+    ]
 
 
 class Gpus:

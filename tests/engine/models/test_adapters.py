@@ -217,6 +217,13 @@ def test_an_adapter_that_changes_while_it_is_loaded_is_noticed(adapters: dict[st
             state.check()
 
 
+def test_no_file_of_an_adapter_stays_in_memory(model: Path, adapters: dict[str, Path]) -> None:
+    llm = make_llm(model, adapters)
+    mapped = Path("/proc/self/maps").read_text()
+    assert [str(folder) for folder in adapters.values() if f"{folder}/" in mapped] == []
+    llm.core.shutdown()
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
@@ -264,6 +271,14 @@ def test_a_config_that_computes_something_else_is_refused(
         AdapterConfig.read("sql", folder)
 
 
+def test_a_scale_beyond_float32_is_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters["all"], folder)
+    (folder / "adapter_config.json").write_text(f'{{"lora_alpha": 1{"0" * 400}}}')
+    with pytest.raises(InvalidCheckpoint, match=r"lora_alpha is 10+\.\.\.; it must be a number"):
+        AdapterConfig.read("sql", folder)
+
+
 @pytest.mark.parametrize(
     ("name", "broken", "message"),
     [
@@ -296,6 +311,10 @@ def test_damaged_files_are_named(
         ),
         ({"self_attn.q_proj.lora_B": torch.ones(128, 3)}, InvalidCheckpoint, r"shape \[128, 3\]; .* \[128, 4\]"),
         ({"self_attn.q_proj.lora_A": torch.ones(4, 64).int()}, InvalidCheckpoint, "is torch.int32; supported"),
+        ({"self_attn.q_proj.lora_A": torch.tensor(1.0)}, InvalidCheckpoint, r"shape \[\]; .* requires \[1, 64\]"),
+        ({"self_attn.q_proj.lora_A": torch.ones(0, 64)}, InvalidCheckpoint, r"shape \[0, 64\]; .* requires \[1, 64\]"),
+        ({"self_attn.q_proj.lora_A": None}, InvalidCheckpoint, "q_proj.lora_A.weight' cannot be read: .*not contain"),
+        ({}, InvalidCheckpoint, "adapter_model.safetensors has no tensors"),
         (
             {"mlp.router.lora_A": torch.ones(4, 64)},
             UnsupportedModel,
@@ -304,14 +323,15 @@ def test_damaged_files_are_named(
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
-    changed: dict[str, torch.Tensor], error: type[EngineError], message: str, model: Path, adapters: dict[str, Path],
-    tmp_path: Path,
+    changed: dict[str, torch.Tensor | None], error: type[EngineError], message: str, model: Path,
+    adapters: dict[str, Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     folder = tmp_path / "adapter"
     shutil.copytree(adapters["all"], folder)
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = load_file(folder / "adapter_model.safetensors") if changed else {}
     for name, tensor in changed.items():
-        tensors[f"base_model.model.model.layers.1.{name}.weight"] = tensor
+        tensors.pop(key := f"base_model.model.model.layers.1.{name}.weight", None)
+        tensors |= {} if tensor is None else {key: tensor}
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(error, match=f"adapter 'sql': .*{message}"):
         make_llm(model, {"sql": folder})
