@@ -94,8 +94,8 @@ class OneProcessExecutor:
 
     def compute_largest_step(self, layout: KVLayout, max_model_len: int) -> torch.Tensor:
         """Logits of the largest step of prompts that the settings allow. All have their KV in one block: the pages of a
-        real step are in the KV memory that this step is to find the size of. Each adapter adds to all rows but one,
-        since those of some rows are copied."""
+        real step are in the KV memory that this step is to find the size of. All tokens have the first
+        adapter, if there is one."""
         config, longest = self._config, max(1, min(max_model_len, self._config.max_num_batched_tokens))
         num_whole, rest = divmod(config.max_num_batched_tokens, longest)
         lens = [*[longest] * num_whole, *([rest] if rest else [])][: config.max_num_seqs]
@@ -104,8 +104,7 @@ class OneProcessExecutor:
         inputs = StepInputs.of(token_ids, starts, np.array(lens), block_tables, layout.block_size)
         kv_cache = torch.zeros((1, *layout.page_shape), dtype=self._dtype, device=self._device)
         ids, positions, metadata = inputs.tensors(self._device)
-        rows = torch.arange(1, len(ids), device=self._device)
-        adapters = [(index, rows) for index in range(len(config.lora_adapters))]
+        adapters = torch.zeros_like(ids) if config.lora_adapters else None
         hidden = self._model.forward(ids, positions, kv_cache, metadata, None, adapters)
         return self.compute_logits(hidden, np.arange(min(config.max_num_seqs, len(positions))))
 

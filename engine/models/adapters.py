@@ -39,6 +39,7 @@ class Adapters:
         self._tokens: torch.Tensor | None = None
         self._groups: list[tuple[int, torch.Tensor]] | None = None
         self._files = [_AdapterFile(AdapterConfig.read(name, folders[name]), part, config) for name in sorted(folders)]
+        self._num_adapters = len(self._files)
         self._dtype = dtype
         self._device = device
 
@@ -57,7 +58,7 @@ class Adapters:
         """Each adapter in use with the rows of its tokens, int64 [num_rows]."""
         if self._groups is None:
             tokens = torch.empty(0, dtype=torch.int64) if self._tokens is None else self._tokens
-            used = [adapter for adapter in tokens.unique().tolist() if adapter < len(self._files)]
+            used = [adapter for adapter in tokens.unique().tolist() if adapter < self._num_adapters]
             self._groups = [(adapter, (tokens == adapter).nonzero().flatten()) for adapter in used]
         return self._groups
 
