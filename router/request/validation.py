@@ -132,6 +132,8 @@ _MARK_TOKENS = 16
 _EXACT = ("regex", "choice", "grammar", "structural_tag")
 """The constraints whose white space is the client's."""
 _MAX_FINGERPRINT_CHARS = 128
+_MAX_LISTED = 16
+"""Names in a message."""
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -210,7 +212,9 @@ def _adapter(request: generation_pb2.GenerateRequest, model: ServedModel, limits
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(shown, names))
+    """The first ones: the log and the live page keep the message."""
+    more = f" and {num_more} more" if (num_more := len(names) - _MAX_LISTED) > 0 else ""
+    return ", ".join(map(shown, names[:_MAX_LISTED])) + more
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from google.rpc import error_details_pb2, status_pb2
 from engine.errors import InvalidRequest
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.request import validation
-from router.request.validation import ModelLimits, ServedModel, validated
-from serving.errors import InvalidArgument
+from router.request.validation import ModelLimits, ServedModel, check_model, validated
+from serving.errors import InvalidArgument, NotFound
 from serving.limits import LARGE_BYTES
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
@@ -373,6 +373,13 @@ async def test_what_adapters_there_are_is_said(run: Run, case: Case) -> None:
         error = await rejection(rig, case.request)
         assert (error.code(), fields_of(error)) == (case.code, [case.field] if case.field else [])
         assert case.says in str(error.details())
+
+
+def test_of_many_adapters_an_error_names_a_few(model: ServedModel) -> None:
+    """The router's log and its live page keep the text."""
+    with pytest.raises(NotFound, match=r"served: 'fake', 'a000', .*, 'a014' and 985 more$") as raised:
+        check_model("mine", model, [f"a{number:03}" for number in range(1000)])
+    assert len(str(raised.value)) < 256
 
 
 async def test_the_model_s_name_means_the_model_though_an_adapter_has_it(run: Run) -> None:
