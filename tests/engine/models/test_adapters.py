@@ -116,7 +116,7 @@ def test_the_bits_of_an_answer_do_not_depend_on_chunks_batch_or_drafts(
     assert generate(make_llm(model, adapters, dtype=dtype, **options), NAMES) == reference
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_ranks_compute_their_part_of_an_adapter(
     tensor: int, pipeline: int, model: Path, adapters: dict[str, Path], reference: Answers
 ) -> None:
