@@ -280,7 +280,7 @@ class FakeInstance:
         emitted = list(emitted)
         first = len(emitted)
         num_chars = sum(len(self._text_of(position, token_id)) for position, token_id in enumerate(emitted))
-        behaviour, params = self.behaviour, request.sampling
+        behaviour, params, prompt = self.behaviour, request.sampling, tuple(request.prompt_token_ids)
         if self._has_crashed:
             raise Unavailable("the engine of this instance has ended")
         while True:
@@ -292,7 +292,7 @@ class FakeInstance:
             if position == behaviour.stale_at:
                 yield common_pb2.TokenChunk(stream_epoch=request.stream_epoch - 1, token_index=0, token_ids=[9])
             seed = params.seed + behaviour.weights
-            token_id = token_at(request.prompt_token_ids, seed, request.choice, position)
+            token_id = token_at(prompt, seed, request.choice, position)
             chunk = common_pb2.TokenChunk(
                 stream_epoch=request.stream_epoch,
                 choice=request.choice,

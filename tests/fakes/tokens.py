@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 VOCAB_SIZE = 300
 FIRST_ID = 10
@@ -12,8 +14,15 @@ FIRST_ID = 10
 
 def token_at(prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
     """The output id at `position`, counted from 0."""
-    material = repr((tuple(prompt), seed, choice, position)).encode()
-    return FIRST_ID + int.from_bytes(hashlib.sha256(material).digest()[:4], "little") % (VOCAB_SIZE - FIRST_ID)
+    digest = _digest_of(tuple(prompt)).copy()
+    digest.update(repr((seed, choice, position)).encode())
+    return FIRST_ID + int.from_bytes(digest.digest()[:4], "little") % (VOCAB_SIZE - FIRST_ID)
+
+
+@functools.lru_cache
+def _digest_of(prompt: tuple[int, ...]) -> Any:
+    """Begun. Of a long prompt it takes longer than the rest of a token."""
+    return hashlib.sha256(repr(prompt).encode())
 
 
 def text_of(token_ids: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ from tests.engine_under_test import BLOCK_SIZE
 from tests.lively import random_prompt
 from tests.system.background_request import BackgroundRequest
 from tests.system.checker import assert_no_leak, footprint, wait_idle
+from tests.system.connectors import CONNECTORS
 from tests.system.rig import Failpoint, Rig
 from tests.system.stacks import GREEDY, LONG, STATES, Stack, on, on_stack
 from tests.waiting import wait_until
@@ -140,8 +141,22 @@ def end_at(rig: Rig, prompts: random.Random, phase: str, end: Ending) -> None:
         end(rig, random_prompt(prompts, 300), stopped)
 
 
-@on("shared_storage", "nixl")
-@pytest.mark.parametrize("state", STATES)
+def connectors_and_states() -> list[Any]:
+    """Each state of one connector; of NIXL, whose peers hold each other's blocks, those in which KV moves."""
+    quick = {*(("shared_storage", state) for state in STATES), ("nixl", "saving"), ("nixl", "loading")}
+    return [
+        pytest.param(
+            f"pair {name}",
+            state,
+            marks=() if (name, state) in quick else pytest.mark.slow,
+            id=f"{state}-(pair {name})",  # as `on` names a stack
+        )
+        for name in CONNECTORS
+        for state in STATES
+    ]
+
+
+@pytest.mark.parametrize(("shared_stack", "state"), connectors_and_states(), indirect=["shared_stack"])
 def test_an_aborted_request_frees_everything(stack: Stack, prompts: random.Random, state: str) -> None:
     prompt = random_prompt(prompts, 150)
     with stack.stopped_at(state) as stop:
@@ -157,7 +172,7 @@ def test_an_aborted_request_frees_everything(stack: Stack, prompts: random.Rando
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@on("shared_storage", "nixl", "redis")
+@on("shared_storage", "nixl")
 async def test_requests_cancelled_at_random_leave_nothing(stack: Stack, prompts: random.Random, count: int) -> None:
     shared = random_prompt(prompts, 10 * BLOCK_SIZE)
     ends = {"cancelled": 0, "finished": 0}

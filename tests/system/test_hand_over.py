@@ -51,7 +51,7 @@ def test_answers_equal_those_of_the_aggregated_engine_and_all_kv_moved(stack: St
     assert after.num_recomputed_blocks == before.num_recomputed_blocks
 
 
-@on("shared_storage", "nixl", "redis")
+@on("shared_storage", "nixl")
 def test_a_known_prefix_is_not_moved_again(stack: Stack, prompts: random.Random) -> None:
     shared = random_prompt(prompts, 6 * BLOCK_SIZE)
     stack.generate(shared + random_prompt(prompts, 20), GREEDY)
@@ -65,7 +65,7 @@ def test_a_known_prefix_is_not_moved_again(stack: Stack, prompts: random.Random)
     assert after.num_external_tokens - before.num_external_tokens == 1 + 20 + 3 * BLOCK_SIZE
 
 
-@on("shared_storage", "nixl", "redis")
+@on("shared_storage", "nixl")
 def test_blocks_arrive_while_later_chunks_are_computed(stack: Stack, prompts: random.Random) -> None:
     """The prefill instance is stopped in the middle of a prompt; the blocks computed so far are read meanwhile. With a
     connector that moves everything at the end, no request reaches the decode side's failpoint and the test fails."""
@@ -90,7 +90,7 @@ def test_blocks_arrive_while_later_chunks_are_computed(stack: Stack, prompts: ra
     raise AssertionError(f"in {NUM_TRIES} tries the last chunk had always begun when blocks were read")
 
 
-@on("shared_storage", "nixl", "redis")
+@on("shared_storage", "nixl")
 async def test_requests_with_common_blocks_at_once_each_get_their_own_answer(
     stack: Stack, prompts: random.Random
 ) -> None:
@@ -106,7 +106,7 @@ async def test_requests_with_common_blocks_at_once_each_get_their_own_answer(
         assert completion.usage.recomputed_tokens == 0, stack.rig.router_warnings()
 
 
-@on("shared_storage", "nixl", "redis")
+@on("shared_storage", "nixl")
 @pytest.mark.parametrize("state", ["saving", "loading"])
 def test_a_slow_peer_costs_time_alone(stack: Stack, prompts: random.Random, state: str) -> None:
     prompt = random_prompt(prompts, 150)

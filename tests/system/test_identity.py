@@ -120,7 +120,7 @@ def rejected(attach: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
     return error.code(), error.details()
 
 
-@on("shared_storage", "nixl", "redis")
+@on("shared_storage", "nixl")
 def test_a_reader_is_rejected_for_each_field_that_differs_and_served_when_none_does(
     stack: Stack, prompts: random.Random
 ) -> None:

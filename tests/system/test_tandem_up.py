@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner, Result
 
 from tandem import Client, TandemError
+from tandem.cli import main
 from tandem.client.credentials import PLAINTEXT
 from tandem.client.health import NOT_READY
 from tandem.client.registry import running_stacks, sweep
@@ -61,12 +63,13 @@ class Up:
         command = [sys.executable, "-m", "tandem.cli", *args]
         return subprocess.run(command, capture_output=True, text=True, env=self.env, timeout=60)
 
-    def doctor(self) -> subprocess.CompletedProcess[str]:
-        """`tandem doctor --quick`, repeated while a member is late, or not ready since another one was."""
-        answers: list[subprocess.CompletedProcess[str]] = []
+    def doctor(self) -> Result:
+        """`tandem doctor --quick`, repeated while a member is late, or not ready since another one was. In this
+        process, which has imported torch."""
+        answers: list[Result] = []
 
         def is_settled() -> bool:
-            answers.append(self.tandem("doctor", "--quick"))
+            answers.append(CliRunner().invoke(main, ("doctor", "--quick"), env=self.env))
             return not any(f"{state} at " in answers[-1].stdout for state in (LATE, NOT_READY))
 
         wait_until(is_settled, lambda: answers[-1].stdout)
@@ -142,7 +145,7 @@ def test_up_shows_text_answers_generate_and_leaves_nothing(up: Up, folder: Path)
     chat = up.tandem("generate", "--chat", "What is a tandem?", "--max-tokens", "12")
     assert chat.returncode == 0, chat.stderr
     doctor = up.doctor()
-    assert doctor.returncode == 0, doctor.stdout
+    assert doctor.exit_code == 0, doctor.stdout
     assert re.search(r"decode-0 +ready at 127.0.0.1:\d+, (bfloat16|float32), 0 running", doctor.stdout), doctor.stdout
     [stack] = running_stacks()
     with Client() as client:

@@ -146,7 +146,7 @@ def test_up_with_tls_configures_all_commands(short_folder: Path) -> None:
             assert answer.returncode == 0, answer.stderr
             assert expected in answer.stdout
         doctor = up.doctor()
-        assert doctor.returncode == 0, doctor.stdout
+        assert doctor.exit_code == 0, doctor.stdout
         assert "prefill-0" in doctor.stdout
         [line] = [line for line in up.lines if "curl --cacert" in line]
         _, _, ca_file, url, *_ = line.split()

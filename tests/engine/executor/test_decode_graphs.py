@@ -65,7 +65,7 @@ def uncaptured(executor: OneProcessExecutor) -> Decoder:
     return executor._model
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("capture", "options"),
     [

@@ -146,7 +146,7 @@ def test_many_adapters_compute_what_few_do(
     assert generate(make_llm(model, adapters, dtype=dtype), NAMES) == stacked
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_ranks_compute_their_part_of_an_adapter(
     tensor: int, pipeline: int, model: Path, adapters: dict[str, Path], reference: Answers
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ NOW_S = 10_000.0
 LONG_AGO = History(since_s=0.0)
 
 
+@functools.lru_cache(maxsize=1000)
 def instance(
     name: str = "decode-0",
     *,
@@ -39,7 +41,7 @@ def instance(
     **report: Any,
 ) -> InstanceSample:
     """One instance; `report` are fields of its load report. Of its blocks `used_blocks` are neither free nor cached; it
-    has computed `num_recent` prompt tokens lately."""
+    has computed `num_recent` prompt tokens lately. Equal ones are one object: virtual loops look at thousands."""
     load = replace(LoadReport(epoch=name, free_blocks=NUM_BLOCKS - used_blocks), **report)
     identity, throughput = Identity(block_size=BLOCK_SIZE), ThroughputEstimate(speed, num_recent_computed=num_recent)
     info = InstanceInfo(name, name, None, name, identity, num_blocks=NUM_BLOCKS, max_num_seqs=num_seqs)

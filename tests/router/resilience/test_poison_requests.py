@@ -363,7 +363,7 @@ async def _until_some_tokens(rig: Rig) -> None:
     await until(lambda: sum(len(fake.recorded("token")) for fake in rig.decode) >= 100)
 
 
-@pytest.mark.parametrize("num_decode", [3, 5])
+@pytest.mark.parametrize("num_decode", [3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("poison_at", "tells"), [(0, False), (0, True), (1, True), (7, True)])
 async def test_a_poison_in_a_crowd_costs_two_decode_instances(
     run: Run, poison_at: int, tells: bool, num_decode: int

@@ -15,7 +15,7 @@ from protos.tandem.v1 import generation_pb2
 from router.api.openai.messages_api import MessagesRequest
 from router.request.validation import ServedModel
 from tests.fakes.instance import FakeInstance
-from tests.router.api.openai.conftest import HttpRig, RunHttp
+from tests.router.api.openai.conftest import NO_TLS, HttpRig, RunHttp
 from tests.router.api.openai.test_tools import ARGUMENTS, CALLS, FIRST_END, SCHEMA, TEXT, sent, writing
 from tests.router.api.test_security import ALICE, write_tokens
 from tests.router.rig import TIMEOUT_S, slow
@@ -32,7 +32,8 @@ RESULT_5 = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "
 async def client_of(http: HttpRig, token: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
     import anthropic
 
-    async with anthropic.AsyncAnthropic(base_url=http.url, api_key=token, timeout=TIMEOUT_S, max_retries=0) as client:
+    options: dict[str, Any] = {"http_client": anthropic.DefaultAsyncHttpxClient(verify=NO_TLS), "max_retries": 0}
+    async with anthropic.AsyncAnthropic(base_url=http.url, api_key=token, timeout=TIMEOUT_S, **options) as client:
         yield client
 
 
