@@ -119,7 +119,7 @@ _DEMO_TOKENS = 60
 )  # fmt: skip
 @click.option(
     "--lora-adapter", "lora_adapters", multiple=True, metavar="NAME=FOLDER",
-    callback=lambda context, option, value: _adapters(value),
+    callback=lambda context, option, value: {} if context.resilient_parsing else _adapters(value),
     help="A LoRA adapter in PEFT's form, a folder or owner/name on the hub, and the name by which requests choose it; "
     "may be given several times.",
 )  # fmt: skip

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from router.request.validation import ServedModel
@@ -215,6 +216,14 @@ def test_adapters_are_folders_with_names(started: list[StackSettings], tmp_path:
     assert run("--lora-adapter", f"sql={adapter}", "--lora-adapter", f"poet={adapter}") == ""
     [settings] = started
     assert settings.lora_adapters == {"sql": str(adapter), "poet": str(adapter)}
+
+
+def test_the_shells_completion_fetches_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(up, "resolve_adapter", fetched.append)
+    completion = ShellComplete(main, {}, "tandem", "_TANDEM_COMPLETE")
+    [item, *_] = completion.get_completions(["up", "--lora-adapter", "sql=owner/name"], "--quant")
+    assert (item.value, fetched) == ("--quantization", [])
 
 
 @pytest.mark.parametrize(
