@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict, TypeVar
 
 from engine.errors import suggestion
@@ -116,8 +117,18 @@ def sampling_params(sampling: Mapping[str, object]) -> common_pb2.SamplingParams
     return params
 
 
-def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
+@contextmanager
+def _errors_named(name: str) -> Iterator[None]:
+    """What protobuf raises for the value of an option names the option."""
     try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # a UnicodeEncodeError takes no text alone
+        raise kind(f"{name}: {error}") from None
+
+
+def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
+    with _errors_named(name):
         if name == "stop" and isinstance(value, str):
             value = [value]
         elif name in ("choice", "bad_words") and isinstance(value, str):
@@ -131,17 +142,17 @@ def _set(params: common_pb2.SamplingParams, name: str, value: object) -> None:
         elif name == "bad_word_ids":
             value = [common_pb2.TokenIds(ids=ids) for ids in value]  # type: ignore[attr-defined]
         params.MergeFrom(common_pb2.SamplingParams(**{name: value}))  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError  # a UnicodeEncodeError takes no text alone
-        raise kind(f"{name}: {error}") from None
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, object]) -> generation_pb2.GenerateRequest:
     """The message of a call; `options` are RequestOptions, of which timeout_s is not sent."""
     others = (*_REQUEST_FIELDS, *_CHAT_OPTIONS, "timeout_s")
-    fields = {name: value for name, value in options.items() if name in _REQUEST_FIELDS}
     sampling = {name: value for name, value in options.items() if name not in others}
-    request = generation_pb2.GenerateRequest(sampling=sampling_params(sampling), **fields)  # type: ignore[arg-type]
+    request = generation_pb2.GenerateRequest(sampling=sampling_params(sampling))
+    for name in _REQUEST_FIELDS:
+        if (value := options.get(name)) is not None:
+            with _errors_named(name):
+                setattr(request, name, value)
     chat_options = {name: options[name] for name in _CHAT_OPTIONS if options.get(name) is not None}
     if isinstance(prompt, str):
         request.text = prompt

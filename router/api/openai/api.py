@@ -11,6 +11,7 @@ and logged like any other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import time
@@ -262,7 +263,7 @@ class OpenAIApi:
         """The served model and its LoRA adapters."""
 
         async def handler(exchange: Exchange) -> None:
-            described = [self._description(name) for name in (self.model.name, *sorted(self._adapters()))]
+            described = self._descriptions(self.model.name, *sorted(self._adapters()))
             await exchange.send_json({"object": "list", "data": described})
 
         return self._control(handler)
@@ -272,7 +273,7 @@ class OpenAIApi:
 
         async def handler(exchange: Exchange) -> None:
             check_model(name, self.model, self._adapters())
-            await exchange.send_json(self._description(name))
+            await exchange.send_json(self._descriptions(name)[0])
 
         return self._control(handler)
 
@@ -354,14 +355,12 @@ class OpenAIApi:
     def _adapters(self) -> frozenset[str]:
         return self.service.dispatcher.pools.lora_adapters() - {self.model.name}
 
-    def _description(self, name: str) -> dict[str, Any]:
-        described = {"id": name, "object": "model", "created": self._created, "owned_by": "tandem"}
-        if name != self.model.name:
-            described |= {"root": name, "parent": self.model.name}
-        try:
-            return {**described, "max_model_len": self.service.limits().max_model_len}
-        except Unavailable:  # no instance is known yet
-            return described
+    def _descriptions(self, *names: str) -> list[dict[str, Any]]:
+        common: dict[str, Any] = {"object": "model", "created": self._created, "owned_by": "tandem"}
+        with contextlib.suppress(Unavailable):  # no instance is known yet
+            common["max_model_len"] = self.service.limits().max_model_len
+        adapters = {name: {"root": name, "parent": self.model.name} for name in names if name != self.model.name}
+        return [{"id": name, **common, **adapters.get(name, {})} for name in names]
 
     def _fingerprint(self) -> str | None:
         """OpenAI's clients compare it before they expect a seed to repeat an answer."""

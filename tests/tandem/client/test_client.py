@@ -326,7 +326,7 @@ def test_a_tools_parameters_may_be_empty(parameters: object, sent: str) -> None:
     assert (tool.name, tool.parameters) == ("now", sent)
 
 
-@pytest.mark.parametrize("name", ["stop", "regex", "grammar", "json_schema"])
+@pytest.mark.parametrize("name", ["stop", "regex", "grammar", "json_schema", "session", "lora", "model"])
 def test_an_option_that_is_no_valid_unicode_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: .*surrogates not allowed") as raised:
         generate_request("hi", {name: "a\ud800"})
@@ -340,6 +340,12 @@ def test_lists_in_options_find_their_fields() -> None:
     assert list(sampling.bad_words) == ["a"]
     assert [list(sequence.ids) for sequence in sampling.bad_word_ids] == [[1], [2, 3]]
     assert dict(sampling.logit_bias) == {4: -1.0}
+
+
+@pytest.mark.parametrize(("name", "value"), [("session", 42), ("lora", ["sql"]), ("priority", "high")])
+def test_an_option_of_another_type_is_named(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: "):
+        generate_request("hi", {name: value})
 
 
 @pytest.mark.parametrize("name", ["choice", "bad_words"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,6 +40,16 @@ async def test_adapters_are_listed_behind_the_model_they_belong_to(http: HttpRig
     unknown = await http.http.get("/v1/models/mine")
     assert unknown.status_code == 404
     assert unknown.json()["error"]["message"] == "model: 'mine' is not served; served: 'fake', 'clerk', 'poet'"
+
+
+async def test_the_instances_are_looked_through_once_for_all_adapters(
+    http: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of many adapters would hold up every stream."""
+    looks = Mock(wraps=http.rig.app.service.limits)
+    monkeypatch.setattr(http.rig.app.service, "limits", looks)
+    assert len((await http.http.get("/v1/models")).json()["data"]) == 3
+    assert looks.call_count == 1
 
 
 @pytest.mark.parametrize("path", ASKED)
