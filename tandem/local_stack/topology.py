@@ -8,7 +8,7 @@ fewest others have.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
 import sys
@@ -297,7 +297,7 @@ class Topology:
                 "--device": None if self._settings.device == "cpu" else self._settings.device,
                 "--model-impl": self._settings.model_impl,
                 "--quantization": None if self._settings.quantization == "none" else self._settings.quantization,
-                "--lora-adapters": json.dumps(adapters) if (adapters := self._settings.lora_adapters) else None,
+                "--lora-adapters": _in_yaml(self._settings.lora_adapters) if self._settings.lora_adapters else None,
                 "--tensor-parallel-size": _above_one(self._settings.tensor_parallel_size),
                 "--pipeline-parallel-size": _above_one(self._settings.pipeline_parallel_size),
                 **self._connector_flags(),
@@ -440,6 +440,13 @@ class LocalProcesses:
         ports = {address.rpartition(":")[2] for address in taken}
         free = free_ports(len(ports) + 1, _LOOPBACK)
         return next(f"{_LOOPBACK}:{port}" for port in free if str(port) not in ports)
+
+
+def _in_yaml(folders: Mapping[str, str]) -> str:
+    """On one line. Not JSON, whose pairs of escapes for one character are two characters in YAML."""
+    import yaml  # late: few stacks have adapters
+
+    return yaml.safe_dump(dict(folders), default_flow_style=True, width=math.inf).strip()
 
 
 def _kv_cache_bytes(settings: StackSettings, available: int) -> int | None:
