@@ -124,8 +124,13 @@ class _AdapterFile:
             for place, (_, up) in enumerate(pairs)
         ]
         downs = [down for down, _ in pairs if down is not None]
-        down, up = torch.cat(downs), torch.cat(ups)
-        return _LowRank(down.to(device=device, dtype=dtype), up.to(device=device, dtype=dtype))
+        down, up = (torch.cat(stacked).to(device=device, dtype=dtype) for stacked in (downs, ups))
+        if not (down.isfinite().all() and up.isfinite().all()):  # its requests would fail, and eject instances
+            named = ", ".join(f"{name}.lora" for name in parts)
+            raise InvalidCheckpoint(
+                f"{self._config.title}: tensors of {named} have numbers that are not finite {dtype}"
+            )
+        return _LowRank(down, up)
 
     def _pair(self, name: str, out_features: int, in_features: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The rank's part of A, and of B times the scale: float32 [rank, in_features] and [out_features, rank], with
