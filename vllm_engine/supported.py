@@ -42,7 +42,7 @@ REFUSED = {
     "spec_model": "a speculating engine does not continue sampled streams exactly",
     "watermark_config": "a watermark changes what is sampled",
     "diffusion_config": "diffusion does not emit token by token",
-    "enable_lora": "adapters are not supported yet",
+    "enable_lora": "adapters are for the built-in engine",
     "data_parallel_size": "start more instances instead",
     "nnodes": "one vLLM over several nodes is not supported yet",
     "kv_offloading_size": "it takes the place of Tandem's connector",

@@ -38,10 +38,9 @@ class Adapters:
         """In all layers, so that the launches of a step do not depend on its adapters."""
         self._tokens: torch.Tensor | None = None
         self._groups: list[tuple[int, torch.Tensor]] | None = None
-        self._files = [_AdapterFile(AdapterConfig.read(name, folders[name]), part, config) for name in sorted(folders)]
+        configs = [AdapterConfig.read(name, folders[name]) for name in sorted(folders)]
+        self._files = [_AdapterFile(one, part, config, dtype=dtype, device=device) for one in configs]
         self._num_adapters = len(self._files)
-        self._dtype = dtype
-        self._device = device
 
     @property
     def tokens(self) -> torch.Tensor | None:
@@ -70,18 +69,15 @@ class Adapters:
         if num_columns == 0:
             return base
         if num_columns <= _MOST_STACKED:
-            return StackedAdapters(base, [self._converted(pair) for pair in pairs], self)
+            return StackedAdapters(base, pairs, self)
         self.are_stacked = False
-        return GroupedAdapters(base, [self._converted(pair) for pair in pairs], self)
+        return GroupedAdapters(base, pairs, self)
 
     def finish(self) -> None:
         """Closes the files. Raises UnsupportedModel if tensors were not taken, but for those of other stages."""
         for file in self._files:
             file.finish()
         self._files.clear()
-
-    def _converted(self, pair: _LowRank | None) -> _LowRank | None:
-        return pair and (pair[0].to(self._device, self._dtype), pair[1].to(self._device, self._dtype))
 
 
 _MOST_STACKED = 256
@@ -141,10 +137,14 @@ class GroupedAdapters:
 class _AdapterFile:
     """The tensors of one adapter. Each pair is returned once."""
 
-    def __init__(self, config: AdapterConfig, part: Part, model: ModelConfig) -> None:
+    def __init__(
+        self, config: AdapterConfig, part: Part, model: ModelConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._part = part
         self._model = model
+        self._dtype = dtype
+        self._device = device
         try:
             self._file = open_tensors(config.folder / WEIGHTS)
         except InvalidCheckpoint as error:
@@ -154,7 +154,7 @@ class _AdapterFile:
             raise InvalidCheckpoint(f"{config.title}: {WEIGHTS} has no tensors")
 
     def take(self, parts: Mapping[str, int], in_features: int) -> _LowRank | None:
-        """The rank's part of what the adapter adds to the projections `parts` of one input, in float32; None: nothing.
+        """The rank's part of what the adapter adds to the projections `parts` of one input; None: nothing.
         The A of several projections are stacked, and each B has the columns of its own."""
         pairs = [self._pair(name, size, in_features) for name, size in parts.items()]
         ranks = [0 if down is None else len(down) for down, _ in pairs]
@@ -164,7 +164,16 @@ class _AdapterFile:
             torch.nn.functional.pad(up, (sum(ranks[:place]), sum(ranks[place + 1 :])))
             for place, (_, up) in enumerate(pairs)
         ]
-        return torch.cat([down for down, _ in pairs if down is not None]), torch.cat(ups)
+        downs = [down for down, _ in pairs if down is not None]
+        down, up = (torch.cat(stacked).to(self._device, self._dtype) for stacked in (downs, ups))
+        if not (
+            down.isfinite().all() and up.isfinite().all()
+        ):  # zeros for other adapters' tokens would not remove them
+            named = ", ".join(f"{name}.lora" for name in parts)
+            raise InvalidCheckpoint(
+                f"{self._config.title}: tensors of {named} have numbers that are not finite {self._dtype}"
+            )
+        return down, up
 
     def _pair(self, name: str, out_features: int, in_features: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The rank's part of A, and of B times the scale: float32 [rank, in_features] and [out_features, rank], with
@@ -199,8 +208,6 @@ class _AdapterFile:
             raise InvalidCheckpoint(
                 f"{self._config.title}: tensor {shown(name)} is {tensor.dtype}; supported: {_READABLE}"
             )
-        if not tensor.isfinite().all():  # zeros for other adapters' tokens would not remove them
-            raise InvalidCheckpoint(f"{self._config.title}: tensor {shown(name)} has numbers that are not finite")
         return tensor.float()
 
     def finish(self) -> None:

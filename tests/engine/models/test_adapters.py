@@ -337,6 +337,22 @@ def test_tensors_that_do_not_fit_are_named(
         make_llm(model, {"sql": folder})
 
 
+@pytest.mark.parametrize(("number", "dtype"), [(float("nan"), "float32"), (70000.0, "float16")])
+def test_numbers_that_are_not_finite_are_refused(
+    number: float, dtype: str, model: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each of the adapter's requests would fail, and failures in a row eject instances."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters["all"], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"][-1, -1] = number
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(
+        InvalidCheckpoint, match=f"'sql': tensors of .*1.mlp.down_proj.lora have .* finite torch.{dtype}"
+    ):
+        make_llm(model, {"sql": folder}, dtype=dtype)
+
+
 def test_the_transformers_backend_refuses_adapters(model: Path, adapters: dict[str, Path]) -> None:
     with pytest.raises(
         UnsupportedModel, match="lora_adapters are supported for native models, not by the transformers"

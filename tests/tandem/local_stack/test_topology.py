@@ -132,6 +132,14 @@ def test_memory_is_shared_out_for_the_planned_sizes_once(monkeypatch: pytest.Mon
     assert topology(num_blocks=64).kv_cache_bytes is None
 
 
+def test_instances_get_the_adapters_whatever_their_folders_are_called() -> None:
+    """A character beyond 16 bits, a byte that is no UTF-8, and what means something in YAML."""
+    adapters = {"sql": "/\U0001f916/a b", "1": "/\udcff", "on": "/{x}: #'\"\n", "long": "/a b" * 100}
+    for spec in instances(topology(lora_adapters=adapters), "prefill-0", "decode-0"):
+        given = f"--lora-adapters={option(spec, '--lora-adapters')}"
+        assert instance_settings([given]).engine.lora_adapters == adapters
+
+
 @pytest.mark.parametrize("flag", ["--kv-cache-bytes=1000000", "--num-blocks=100"])
 def test_a_resize_reckons_with_the_memory_that_a_flag_gives_the_instances(
     flag: str, monkeypatch: pytest.MonkeyPatch
