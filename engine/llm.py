@@ -116,6 +116,8 @@ class LLM:
         are refused."""
         fields = {**_OFFLINE, **engine_fields({**engine_options, "seed": seed})}
         adapters = fields.get("lora_adapters", {})
+        if not isinstance(adapters, Mapping):
+            raise InvalidRequest("lora_adapters", f"is {shown(adapters)}", "folders by name: {'sql': 'adapters/sql'}")
         fields["lora_adapters"] = {name: str(resolve_adapter(str(given))) for name, given in adapters.items()}
         folder = resolve(str(model), revision)
         if tokenizer is not None and resolve(str(tokenizer), revision) != folder:
@@ -165,10 +167,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora: str | Sequence[str] = "",
+        lora: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. `lora` names
-        one of lora_adapters for all prompts, or one for each; "": none. Results are in the order of the prompts.
+        one of lora_adapters for all prompts, or one for each; "" or None: none. Results are in the order of the prompts.
 
         Raises InvalidRequest, before any prompt is computed, if one is invalid or its constraint cannot be compiled,
         and EngineError if that takes longer than `grammar_s` for one of them. An output that fails later, since its
@@ -190,7 +192,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora: str | Sequence[str] = "",
+        lora: str | Sequence[str] | None = None,
         chat_template: str | None = None,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -218,9 +220,10 @@ class LLM:
             result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
         return results
 
-    def _adapters(self, lora: str | Sequence[str], num_prompts: int) -> list[str]:
+    def _adapters(self, lora: str | Sequence[str] | None, num_prompts: int) -> list[str]:
         """The adapter of each prompt. Raises InvalidRequest."""
-        names, known = [lora] * num_prompts if isinstance(lora, str) else [*lora], self.core.info.lora_adapters
+        given, known = lora or "", self.core.info.lora_adapters
+        names = [given] * num_prompts if isinstance(given, str) else [*given]
         if len(names) != num_prompts:
             raise InvalidRequest(
                 "lora", f"{len(names)} given for {num_prompts} prompts", "one for each, or one for all"

@@ -242,6 +242,8 @@ def test_an_unknown_adapter_is_refused_before_anything_is_computed(
 def test_a_model_without_adapters_says_how_to_load_them(model: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"allowed: none: LLM\(lora_adapters=\{name: folder\}\) is not set"):
         make_llm(model).generate([5, 6], GREEDY, use_tqdm=False, lora="sql")
+    with pytest.raises(InvalidRequest, match=r"lora_adapters: is \['sql'\]; allowed: folders by name"):
+        LLM(model, skip_tokenizer_init=True, lora_adapters=["sql"])
 
 
 CONFIGS = {
