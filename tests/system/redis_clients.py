@@ -17,6 +17,9 @@ from tandem import Client
 from tests.system.checker import assert_same_answer, assert_usage
 from tests.system.reference import Answer
 
+REST_S = 0.05
+"""Of a client between two requests: faults last for seconds, and more requests would prove no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -107,6 +110,7 @@ class Clients:
                 self.answered.append(
                     Answered(started_s, time.monotonic(), usage.external_tokens, usage.recomputed_tokens)
                 )
+                self._stop.wait(REST_S)
 
 
 # The search of logs

@@ -28,7 +28,7 @@ def num_known(earlier: Sequence[tuple[int, ...]], prompt: tuple[int, ...]) -> in
 
 
 @on("shared_storage", "nixl")
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("turns", [3, pytest.param(1, marks=pytest.mark.slow)])
 async def test_the_reported_cached_tokens_are_those_of_the_shared_beginnings(stack: Stack, turns: int) -> None:
     lengths = {"prompt": Lengths(20, 40), "output": Lengths(3, 3)}
     workload = RandomWorkload(

@@ -219,6 +219,7 @@ def test_blocks_move_through_the_folder_that_is_configured_and_nothing_is_left_t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # as `test_nixl_is_measured_next_to_a_bare_loop_and_names_its_transport` shows of the bench
 def test_nixl_reports_the_transport_that_ucx_chose() -> None:
     finding, *_ = findings("nixl", options={"ucx_tls": "tcp", "digest": False, "load_timeout_s": 60.0})
     assert finding.verdict == "ok", finding.text
@@ -283,15 +284,20 @@ def test_a_folder_that_is_not_there_is_named_with_the_command_that_makes_it(tmp_
     assert f"mkdir -p {tmp_path / 'nowhere'}" in finding.text
 
 
-def test_digests_are_reported_where_they_are_known(tmp_path: Path) -> None:
-    own: dict[str, str | int | float | bool] = {"path": str(tmp_path), "digest": False}
-    for name, options, text in (
-        ("kv_transfer.stores.files:SharedStorageConnector", own, " read and compared at "),
-        ("shared_storage", {"digest": False}, " read and compared (digests off) at "),
-    ):
-        finding = findings(name, options=options)[0]
-        assert finding.verdict == "ok"
-        assert text in finding.text
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param(
+            "kv_transfer.stores.files:SharedStorageConnector", " read and compared at ", marks=pytest.mark.slow
+        ),
+        ("shared_storage", " read and compared (digests off) at "),
+    ],
+)
+def test_digests_are_reported_where_they_are_known(tmp_path: Path, name: str, text: str) -> None:
+    options: dict[str, str | int | float | bool] = {"digest": False}
+    finding = findings(name, options=options if name == "shared_storage" else {**options, "path": str(tmp_path)})[0]
+    assert finding.verdict == "ok"
+    assert text in finding.text
 
 
 def test_options_that_are_secrets_are_not_repeated() -> None:

@@ -318,7 +318,7 @@ async def test_a_terminal_that_is_closed_ends_it_and_the_file_has_what_was_measu
     ("opened", "number", "name"),
     [
         (os.pipe, *SIGNALS[0]),
-        (pty.openpty, *SIGNALS[1]),
+        pytest.param(pty.openpty, *SIGNALS[1], marks=pytest.mark.slow),
         *(pytest.param(os.pipe, *each, marks=pytest.mark.slow) for each in SIGNALS[1:]),
     ],
 )
