@@ -170,7 +170,8 @@ class LLM:
         lora: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. `lora` names
-        one of lora_adapters for all prompts, or one for each; "" or None: none. Results are in the order of the prompts.
+        one of lora_adapters for all prompts, or one for each; "" or None: none. Results are in the order of the
+        prompts.
 
         Raises InvalidRequest, before any prompt is computed, if one is invalid or its constraint cannot be compiled,
         and EngineError if that takes longer than `grammar_s` for one of them. An output that fails later, since its
