@@ -19,7 +19,8 @@ from kv_transfer.stores.connector import StoreConnector, StoreOptions
 from kv_transfer.transfer.connector import parse_options
 
 FILE_NAME = "pages.sqlite"
-_BUSY_S = 5.0
+_BUSY_S = 2.5
+"""A process that is frozen in the middle of a write keeps the lock: another one's page is lost after this time."""
 
 
 class SqliteOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
