@@ -304,6 +304,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attention_backend: str
     pid: int
     lora_adapters: list[str] = []
+    """Names, sorted."""
 
 
 Event = TokensEvent | ReservedEvent | LoadedEvent | TransferEvent

@@ -157,14 +157,14 @@ class GraphedDecoder:
 
     def _captured(self, inputs: _Inputs, given: _Inputs, kv_cache: torch.Tensor) -> _Graph:
         _fill(inputs, given)
-        (token_ids, positions, slots, seq_lens, tables), adapters = inputs[:5], (*inputs[5:], None)[0]
+        token_ids, positions, slots, seq_lens, tables, *adapters = inputs
         starts = self._starts[: len(token_ids) + 1]
         max_seq_len = self._max_blocks * kv_cache.shape[4]
 
         def step() -> torch.Tensor:
             # New for each call: a backend keeps what it has made of an object that it knows.
             metadata = AttentionMetadata(starts, seq_lens, tables, slots, 1, max_seq_len)
-            return self._model.forward(token_ids, positions, kv_cache, metadata, None, adapters)
+            return self._model.forward(token_ids, positions, kv_cache, metadata, None, *adapters)
 
         replay, hidden = self._capture(step)
         return _Graph(inputs, replay, hidden)

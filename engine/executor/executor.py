@@ -94,8 +94,8 @@ class OneProcessExecutor:
 
     def compute_largest_step(self, layout: KVLayout, max_model_len: int) -> torch.Tensor:
         """Logits of the largest step of prompts that the settings allow. All have their KV in one block: the pages of a
-        real step are in the KV memory that this step is to find the size of. All tokens have the first
-        adapter, if there is one."""
+        real step are in the KV memory that this step is to find the size of. All tokens have the first adapter, if
+        there is one."""
         config, longest = self._config, max(1, min(max_model_len, self._config.max_num_batched_tokens))
         num_whole, rest = divmod(config.max_num_batched_tokens, longest)
         lens = [*[longest] * num_whole, *([rest] if rest else [])][: config.max_num_seqs]

@@ -149,7 +149,6 @@ def load_model(
         from engine.models.transformers_backend import TransformersModel
 
         check_adapters(config, engine.lora_adapters)
-
         return TransformersModel(
             config,
             Path(engine.model),
@@ -172,7 +171,7 @@ def load_model(
         adapters = Adapters(engine.lora_adapters, part, config, dtype=dtype, device=device)
     return LlamaModel(
         config,
-        LinearSource(weights, dtype, engine.quantization, adapters),
+        LinearSource(weights, dtype, engine.quantization),
         device=device,
         attention=attention,
         part=part,

@@ -52,9 +52,10 @@ class LlamaModel:
         stages: Stages,
         adapters: Adapters | None = None,
     ) -> None:
-        """`linears` has the tensors of `part`; `ranks` are those of its stage; `adapters`, if there are some, are those
-        of `linears`. Raises InvalidCheckpoint for a tensor that is missing, has the wrong shape or is not used, and
-        UnsupportedModel for an adapter's tensors that are not used."""
+        """`linears` and `adapters` have the tensors of `part`; `ranks` are those of its stage. Raises InvalidCheckpoint
+        for a tensor that is missing, has the wrong shape or is not used, and UnsupportedModel for an adapter's that is
+        not used."""
+        linears = replace(linears, adapters=adapters)
         self.config = config
         self.dtype = linears.dtype
         self.device = device

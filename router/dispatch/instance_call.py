@@ -72,9 +72,7 @@ _KINDS: dict[grpc.StatusCode, FailureKind] = {
     grpc.StatusCode.CANCELLED: "broken",
     grpc.StatusCode.ABORTED: "late",
     grpc.StatusCode.FAILED_PRECONDITION: "broken",
-    grpc.StatusCode.UNKNOWN: "internal",
-    grpc.StatusCode.INTERNAL: "internal",
-    grpc.StatusCode.DATA_LOSS: "internal",
+    **dict.fromkeys((grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS), "internal"),
 }
 _GRPCIO_INTERNAL = "Internal error from Core"
 """grpcio's text when one of our writes races with the end of the call, whatever that end was."""
