@@ -46,6 +46,8 @@ class AdapterConfig:
     folder: Path
     alpha: float
     is_rank_stabilised: bool = False
+    max_rank: int = 8
+    """As the config has it, for vLLM. The built-in engine takes ranks from the tensors."""
 
     @classmethod
     def read(cls, name: str, folder: str | Path) -> AdapterConfig:
@@ -76,7 +78,10 @@ class AdapterConfig:
         alpha = raw.get("lora_alpha", 8)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA:
             raise InvalidCheckpoint(f"{title}: {CONFIG}: lora_alpha is {shown(alpha)}; it must be a number")
-        return cls(name, folder, float(alpha), bool(raw.get("use_rslora")))
+        patterns = raw.get("rank_pattern")
+        ranks = [raw.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+        max_rank = max((rank for rank in ranks if isinstance(rank, int)), default=8)
+        return cls(name, folder, float(alpha), bool(raw.get("use_rslora")), max_rank)
 
     @property
     def title(self) -> str:

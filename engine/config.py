@@ -62,7 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_impl: ModelImpl = "auto"
     """What computes the model: our own decoder, transformers (an extra, `models`), or ours where it can."""
     lora_adapters: dict[str, str] = {}
-    """Folder of each LoRA adapter in PEFT's form, by the name that requests give. Of native decoders."""
+    """Folder of each LoRA adapter in PEFT's form, by the name that requests give. Of native decoders and of vLLM."""
     max_model_len: int | None = None
     """Maximum prompt + output in tokens; None: the model's own limit."""
     block_size: int = 16

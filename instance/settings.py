@@ -157,7 +157,7 @@ class EngineSection(Section):
     lora_adapters: dict[str, str] = setting(
         {},
         "Folders of LoRA adapters in PEFT's form, by the name that requests give: {sql: /adapters/sql}. Instances that "
-        "exchange KV need the same. Of native decoders; not with vLLM.",
+        "exchange KV need the same. Of native decoders; with vLLM of the models that it supports.",
         flag="--lora-adapters",
     )
     device: Device = setting("cpu", "Device of the engine core.", flag="--device")
@@ -221,13 +221,6 @@ class EngineSection(Section):
             raise ValueError(
                 f"of the built-in engine alone; for vLLM write --vllm-args '{{{info.field_name}: {value}}}'"
             )
-        return value
-
-    @field_validator("lora_adapters")
-    @classmethod
-    def _are_native(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        if value and info.data.get("kind") == "vllm":
-            raise ValueError("of the built-in engine alone")
         return value
 
     @field_validator("num_speculative_tokens")

@@ -13,7 +13,7 @@ hangs it sends no others. When one of its processes ends, this one does: others 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,7 @@ from engine.core.messages import (
 )
 from engine.errors import InvalidRequest
 from engine.sampling.constraints import Constraint
+from vllm_engine.adapters import load_adapters, lora_requests
 from vllm_engine.failures import FailedRequests
 from vllm_engine.grammars import HostGrammars
 from vllm_engine.kv_messages import Interrupt, KVLink
@@ -65,7 +66,7 @@ async def serve(config: EngineConfig, address: str) -> None:
     meter, failed = LoadMeter(), FailedRequests(folder)
     engine = start(config, meter)
     try:
-        info = await engine_info(config, engine)
+        info = await load_adapters(config.lora_adapters, engine, await engine_info(config, engine))
         link = KVLink(folder)
         if has_connector(config):
             info = await connect(config, engine, info, link.address)
@@ -75,7 +76,16 @@ async def serve(config: EngineConfig, address: str) -> None:
         socket.set(zmq.LINGER, 1000)
         socket.set_hwm(0)
         socket.connect(address)
-        host = Host(engine, socket, meter, failed, link=link, info=info, grammar_s=config.grammar_s)
+        host = Host(
+            engine,
+            socket,
+            meter,
+            failed,
+            link=link,
+            info=info,
+            grammar_s=config.grammar_s,
+            lora_adapters=config.lora_adapters,
+        )
         host.send(info)
         await host.serve()
         socket.close()
@@ -121,6 +131,7 @@ class Host:
         link: KVLink,
         info: EngineInfo,
         grammar_s: float,
+        lora_adapters: Mapping[str, str] = {},
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -131,6 +142,7 @@ class Host:
         self._link = link
         self._info = info
         self._has_connector = info.kv_connector != "null"
+        self._adapters = {"": None, **lora_requests(lora_adapters)}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._running: dict[str, _Running] = {}
@@ -257,7 +269,11 @@ class Host:
 
     async def _generate(self, running: _Running, request: EngineRequest) -> None:
         outputs = self._engine.generate(
-            vllm_input(request), vllm_params(request), request.request_id, priority=-request.priority
+            vllm_input(request),
+            vllm_params(request),
+            request.request_id,
+            lora_request=self._adapters[request.lora],
+            priority=-request.priority,
         )
         self._interrupt()
         async with aclosing(outputs):

@@ -27,6 +27,7 @@ from engine.errors import EngineDeadError, EngineError, suggestion
 from engine.identity import compute_identity
 from engine.machine import free_host_memory_for_kv
 from engine.sampling.params import SamplingParams
+from vllm_engine.adapters import adapter_arguments
 from vllm_engine.failures import FOLDER
 from vllm_engine.kv_messages import MAX_HELD_FRACTION, KVSetup
 from vllm_engine.load import LoadMeter
@@ -71,6 +72,7 @@ def engine_arguments(config: EngineConfig) -> AsyncEngineArgs:
         "generation_config": "vllm",  # the model's defaults are the router's matter
         "enforce_eager": is_cpu,  # compiling takes a minute there
         "kv_transfer_config": _kv_transfer_config(config),
+        **adapter_arguments(config.lora_adapters),
         **config.vllm_args,
     }
     try:

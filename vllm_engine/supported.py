@@ -34,6 +34,7 @@ OWN_SETTINGS = {
     "max_num_batched_tokens": "engine.max_num_batched_tokens",
     "enable_prefix_caching": "engine.enable_prefix_caching",
     "attention_backend": "engine.attention_backend",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"), "engine.lora_adapters"),
 }
 """Arguments that have a setting of their own."""
 REFUSED = {
@@ -42,7 +43,7 @@ REFUSED = {
     "spec_model": "a speculating engine does not continue sampled streams exactly",
     "watermark_config": "a watermark changes what is sampled",
     "diffusion_config": "diffusion does not emit token by token",
-    "enable_lora": "adapters are for the built-in engine",
+    "default_mm_loras": "a request names its adapter",
     "data_parallel_size": "start more instances instead",
     "nnodes": "one vLLM over several nodes is not supported yet",
     "kv_offloading_size": "it takes the place of Tandem's connector",

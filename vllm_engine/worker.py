@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
 from engine import failpoints
@@ -27,6 +28,7 @@ from engine.sampling import sampler
 from engine.sampling.grammar_masks import warm_up_masks
 from engine.sampling.sampler_kernels import sample_address
 from engine.scheduling.request import Request
+from vllm_engine.adapters import add_adapter
 from vllm_engine.failures import FOLDER, FailureLog
 from vllm_engine.grammars import State, worker_grammars
 from vllm_engine.kv_messages import KVSetup
@@ -118,6 +120,10 @@ class WorkerFacts:
             "kv_shape": [list(cache.shape) for cache in caches],
             "kv_bytes": sum(math.prod(cache.shape) * cache.element_size() for cache in caches),
         }
+
+    def tandem_add_adapter(self, name: str, number: int, folder: str) -> tuple[str, list[str]]:
+        """See adapters.add_adapter."""
+        return add_adapter(self.model_runner, LoRARequest(name, number, folder))
 
     def tandem_connect(self, setup: bytes) -> str:
         """`setup`: a KVSetup as msgpack. Returns the connector's name; raises EngineError."""

@@ -98,12 +98,12 @@ def check_ranks(config: DecoderConfig, parallelism: Parallelism) -> None:
     parallelism.check(config)
 
 
-def check_adapters(config: DecoderConfig, folders: Mapping[str, str]) -> None:
-    """Raises UnsupportedModel or InvalidCheckpoint where the decoder takes no LoRA adapters, or their folders, by name,
-    do not say what is supported. Their tensors are not read."""
+def check_adapters(config: DecoderConfig | None, folders: Mapping[str, str]) -> None:
+    """Raises UnsupportedModel or InvalidCheckpoint where the decoder (None: vLLM's) takes no LoRA adapters, or their
+    folders, by name, do not say what is supported. Their tensors are not read."""
     from engine.adapter_config import AdapterConfig
 
-    if folders and config.backend != "native":
+    if folders and config is not None and config.backend != "native":
         raise UnsupportedModel("lora_adapters are supported for native models, not by the transformers backend")
     for name, folder in folders.items():
         AdapterConfig.read(name, folder)

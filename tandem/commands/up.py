@@ -240,7 +240,7 @@ def command(
             impl = settings.model_impl
             config = check_checkpoint(model, settings.model, model_impl=impl, needs_weights=needs_weights)
             check_ranks(config, settings.parallelism)
-            check_adapters(config, settings.lora_adapters)
+        check_adapters(config, settings.lora_adapters)
         check_addresses(settings)
         check_gpus(settings)
     except (EngineError, ValueError, OSError) as error:

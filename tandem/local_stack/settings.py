@@ -102,8 +102,6 @@ class StackSettings:
                 "--quantization is for the built-in engine; with --engine vllm use "
                 "--instance-arg='--vllm-args={quantization: …}'"
             )
-        if self.engine == "vllm" and self.lora_adapters:
-            raise ValueError("--lora-adapter is for the built-in engine")
         if (name := self.model_name) in self.lora_adapters:
             raise ValueError(f"--lora-adapter {name}=…: the model has this name; give another one to the adapter")
         if self.engine_python is not None and self.engine != "vllm":

@@ -97,10 +97,6 @@ REFUSED_BY_TEMPLATE: dict[str, tuple[dict[str, Any], str]] = {
         {"instance": {**VLLM, "settings": {"engine": {"quantization": "int8"}}}},
         "settings.engine.quantization of prefill: int8 is for the built-in engine on CPUs; leave it out, or set",
     ),
-    "adapters on vLLM": (
-        {"instance": {**VLLM, "settings": {"engine": {"lora_adapters": {"sql": "/adapters/sql"}}}}},
-        "settings.engine.lora_adapters of prefill: they are for the built-in engine, and the engine is vllm",
-    ),
     "drafts on vLLM": (
         {"instance": {**VLLM, "settings": {"engine": {"num_speculative_tokens": 3}}}},
         "settings.engine.num_speculative_tokens of prefill: it is for the built-in engine",
@@ -356,10 +352,15 @@ def test_vllm_takes_these_connectors(connector: str) -> None:
     assert render({"instance": VLLM, "connector": {"name": connector}})
 
 
+def test_vllm_takes_adapters() -> None:
+    assert render({"instance": {**VLLM, "settings": {"engine": {"lora_adapters": {"sql": "/adapters/sql"}}}}})
+
+
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
         ("dtype", "set instance.settings.model.dtype"),
+        ("enable_lora", "set instance.settings.engine.lora_adapters"),
         ("model", "the chart sets it, by `model`"),
         ("tensor_parallel_size", "set instance.tensorParallelSize"),
         ("pipeline_parallel_size", "set instance.pipelineParallelSize"),

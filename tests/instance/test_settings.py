@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.config import KVConnectorConfig
+from engine.config import EngineKind, KVConnectorConfig
 from instance.settings import (
     EngineSection,
     InstanceSettings,
@@ -161,11 +161,10 @@ def test_the_sizes_of_the_built_in_engine_are_not_lost_on_vllm() -> None:
     assert EngineSection(kind="vllm", vllm_args={"tensor_parallel_size": 2}).tensor_parallel_size == 1
 
 
-def test_adapters_are_of_the_built_in_engine() -> None:
+@pytest.mark.parametrize("kind", ["tandem", "vllm"])
+def test_both_engines_take_adapters(kind: EngineKind) -> None:
     folders = {"sql": "/adapters/sql"}
-    assert engine_config(settings(engine=EngineSection(lora_adapters=folders))).lora_adapters == folders
-    with pytest.raises(ValidationError, match=r"lora_adapters\n.*of the built-in engine alone"):
-        EngineSection(kind="vllm", lora_adapters=folders)
+    assert engine_config(settings(engine=EngineSection(kind=kind, lora_adapters=folders))).lora_adapters == folders
 
 
 def test_arguments_of_vllm_are_not_lost_on_the_built_in_engine() -> None:

@@ -21,6 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
@@ -92,6 +95,9 @@ print(json.dumps({
     "shutdown": signature(AsyncLLM.shutdown),
     "collective_rpc": signature(AsyncLLM.collective_rpc),
     "is_paused": signature(AsyncLLM.is_paused),
+    "lora_request": [*LoRARequest.__struct_fields__],
+    "lora_loader": dir(LRUCacheWorkerLoRAManager),
+    "lora_layer": signature(LoRALayerWeights.__init__),
     "record": signature(StatLoggerBase.record),
     "tokens_input": signature(tokens_input),
     "output": signature(RequestOutput.__init__),
@@ -128,11 +134,14 @@ print(json.dumps({
 }))
 """
 _USED: dict[str, list[str]] = {
-    "generate": ["prompt", "sampling_params", "request_id", "priority"],
+    "generate": ["prompt", "sampling_params", "request_id", "lora_request", "priority"],
     "from_engine_args": ["engine_args", "stat_loggers"],
     "shutdown": ["timeout"],
     "collective_rpc": ["method"],
     "is_paused": ["self"],
+    "lora_request": ["lora_name", "lora_int_id", "lora_path"],
+    "lora_loader": ["_load_adapter"],
+    "lora_layer": ["rank", "lora_a", "lora_b"],
     "record": ["scheduler_stats", "iteration_stats"],
     "tokens_input": ["prompt_token_ids", "cache_salt"],
     "output": ["outputs", "finished", "metrics", "num_cached_tokens", "prompt_logprobs"],

@@ -67,9 +67,6 @@ vllm_args: {{- toYaml . | nindent 2 }}
 {{- if gt (dig "engine" "num_speculative_tokens" 0 $spec.settings | int) 0 -}}
 {{- fail (printf "settings.engine.num_speculative_tokens of %s: it is for the built-in engine, and the engine is vllm; leave it out" $role) -}}
 {{- end -}}
-{{- if dig "engine" "lora_adapters" dict $spec.settings -}}
-{{- fail (printf "settings.engine.lora_adapters of %s: they are for the built-in engine, and the engine is vllm; leave them out" $role) -}}
-{{- end -}}
 {{- include "tandem.validateVllm" (dict "root" $ "component" $role "spec" $spec) -}}
 {{- else if $spec.vllmArgs -}}
 {{- fail (printf "vllmArgs of %s: the engine is %s, which has no such arguments; set instance.engine=vllm, or leave them out" $role $spec.engine) -}}

@@ -217,6 +217,13 @@ def test_adapters_are_folders_with_names(started: list[StackSettings], tmp_path:
     assert settings.lora_adapters == {"sql": str(adapter), "poet": str(adapter)}
 
 
+def test_vllm_takes_adapters(started: list[StackSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "check_vllm", lambda python: None)
+    adapter = write_adapter(tmp_path / "sql", MODEL_DIR, modules=["q_proj"])
+    assert run("--engine=vllm", "--instance-arg=--block-size=32", f"--lora-adapter=sql={adapter}") == ""
+    assert started[0].lora_adapters == {"sql": str(adapter)}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -226,7 +233,7 @@ def test_adapters_are_folders_with_names(started: list[StackSettings], tmp_path:
         (("sql={folder}/absent",), "adapter 'sql': cannot read"),
         (("sql={folder}", "--model-impl=transformers"), "lora_adapters are supported for native models, not by"),
         (("demo={folder}",), "--lora-adapter demo=…: the model has this name; give another one to the adapter"),
-        (("sql={folder}", "--engine=vllm"), "--lora-adapter is for the built-in engine"),
+        (("sql={folder}/absent", "--engine=vllm"), "adapter 'sql': cannot read"),
     ],
 )
 def test_a_wrong_adapter_is_named_before_anything_starts(

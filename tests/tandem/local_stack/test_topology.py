@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine import machine
+from engine.config import EngineKind
 from tandem.client.credentials import ROUTER
 from tandem.local_stack import topology as topology_module
 from tandem.local_stack.desired_state import InvalidSize
@@ -132,10 +133,11 @@ def test_memory_is_shared_out_for_the_planned_sizes_once(monkeypatch: pytest.Mon
     assert topology(num_blocks=64).kv_cache_bytes is None
 
 
-def test_instances_get_the_adapters_whatever_their_folders_are_called() -> None:
+@pytest.mark.parametrize("engine", ["tandem", "vllm"])
+def test_instances_get_the_adapters_whatever_their_folders_are_called(engine: EngineKind) -> None:
     """A character beyond 16 bits, a byte that is no UTF-8, and what means something in YAML."""
     adapters = {"sql": "/\U0001f916/a b", "1": "/\udcff", "on": "/{x}: #'\"\n", "long": "/a b" * 100}
-    for spec in instances(topology(lora_adapters=adapters), "prefill-0", "decode-0"):
+    for spec in instances(topology(engine=engine, lora_adapters=adapters), "prefill-0", "decode-0"):
         given = f"--lora-adapters={option(spec, '--lora-adapters')}"
         assert instance_settings([given]).engine.lora_adapters == adapters
 
