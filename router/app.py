@@ -16,7 +16,6 @@ import secrets
 import socket
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +54,7 @@ from serving.limits import CONTROL, PICK
 from serving.metrics import MetricsServer
 from serving.server import Server
 from serving.settings import SettingsError, format_address, parse_address
+from serving.waits import wait_at_most
 
 if TYPE_CHECKING:
     from router.api.live.endpoints import LivePage
@@ -292,9 +292,8 @@ class RouterApp:
             self._start_task("autoscaler", self.autoscaler.run())
         if self._settings.router.workers > 1:
             longest_s = self._settings.pools.beat_timeout_s + self._settings.pools.settle_s
-            with suppress(TimeoutError):  # without an instance, the worker that gets a request rejects it
-                async with asyncio.timeout(min(longest_s, _MAX_SETTLE_S)):
-                    await self._settled.wait()
+            # Without an instance, the worker that gets a request rejects it.
+            await wait_at_most(self._settled, min(longest_s, _MAX_SETTLE_S))
         await self._server.start()
         if self._http is not None:
             await self._http.start()

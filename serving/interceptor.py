@@ -43,6 +43,7 @@ from serving.errors import (
 from serving.limits import REQUEST, AbuseLimits, CallPolicy, LargeMessages, OpenCalls, call_end, peer_key
 from serving.logging import request_id, set_request_id, valid_request_id
 from serving.tracing import TRACEPARENT_KEY, attach_caller_context
+from serving.waits import is_cancelling
 
 M = TypeVar("M", bound=Message)
 
@@ -246,7 +247,7 @@ class CallInterceptor:
         except (ServiceError, grpc.aio.AbortError):
             raise
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if is_cancelling():
                 raise  # the client has disconnected, or the server stops
             _log.exception("%s was cancelled from inside", call.name)
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -26,6 +25,7 @@ from router.request.generation_request import GenerationRequest
 from router.request.validation import ServedModel, validated
 from serving.errors import FailedPrecondition, NotFound, Unavailable, from_rpc_error, invalid_argument
 from serving.interceptor import Context
+from serving.waits import wait_at_most
 
 
 def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pools_pb2.PoolInstance:
@@ -157,9 +157,7 @@ class PoolsService:
             if self._ending.is_set():  # meanwhile: the pools may be empty by now
                 return
             yield pools_pb2.WatchPoolsResponse(pools=listed)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._ending.wait()
+            await wait_at_most(self._ending, interval_s)
 
     def end_watches(self) -> None:
         """Ends the watches without an error; the router is about to stop."""

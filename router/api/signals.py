@@ -7,7 +7,6 @@ ExternalScaler    externalscaler: the sizes of the pools, and whether they are n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from router.autoscaler.observation import Observer, counts_of, router_signals_of
 from router.pools.instance_info import ROLES, Role
 from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
+from serving.waits import wait_at_most
 
 _CHECK_S = 0.1
 """How soon a stream reports that a pool is needed."""
@@ -75,9 +75,7 @@ class ExternalScaler:
             if (is_active := self._is_active()) != before:
                 before = is_active
                 yield keda.IsActiveResponse(result=is_active)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_S):
-                    await self._ending.wait()
+            await wait_at_most(self._ending, _CHECK_S)
 
     async def GetMetricSpec(self, request: keda.ScaledObjectRef, context: Context) -> keda.GetMetricSpecResponse:
         spec = keda.MetricSpec(metricName=_metric(_pool_of(request)), targetSize=1, targetSizeFloat=1.0)

@@ -26,7 +26,7 @@ from router.pools.instance import STATES, ExpectedInstance, UpstreamInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, Role
 from router.pools.settings import PoolSettings
 from router.pools.throughput import ThroughputEstimator
-from serving.broadcast import Broadcast
+from serving.waits import Broadcast
 
 _log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import grpc
 
 from router.pools.instance_info import InstanceKey, Role
 from router.request.generation_request import GenerationRequest, to_wire
-from serving.broadcast import Broadcast
 from serving.errors import ServiceError
 from serving.settings import MAX_TIME_S, Section, setting
+from serving.waits import Broadcast
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

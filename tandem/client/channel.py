@@ -30,7 +30,7 @@ import grpc.aio
 
 from engine.errors import shown
 from protos.tandem.v1 import generation_pb2_grpc
-from serving.redial import Redial
+from serving.waits import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
 from tandem.client.registry import has_proxy, is_local, running_address

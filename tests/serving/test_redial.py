@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.redial import Redial
+from serving.waits import Redial
 
 
 def replaced_s(redial: Redial, times_s: range) -> list[int]:

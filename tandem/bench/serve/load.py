@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.errors import without_request_id
+from serving.waits import wait_at_most
 from tandem.bench.serve.endpoint import INTERRUPTED, Endpoint, PlannedRequest, RequestFailed, RequestRecord
 from tandem.bench.serve.report import Objectives, Point, summarise
 from tandem.bench.serve.workload import Workload
@@ -240,9 +241,8 @@ async def run_sweep(
         tried = await run_load(
             endpoint, warm_up, max_concurrency=_WARM_UP_CONCURRENCY, timeout_s=sweep.timeout_s, stop=stop
         )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), sweep.pause_s)
-        if tried and not stop.is_set() and not any(record.succeeded for record in tried):
+        is_stopped = await wait_at_most(stop, sweep.pause_s)
+        if tried and not is_stopped and not any(record.succeeded for record in tried):
             errors = "; ".join(dict.fromkeys(without_request_id(record.error) for record in tried))
             raise WarmUpFailed(f"none of the {len(tried)} requests of the warm-up succeeded: {errors}", points)
         if stop.is_set():
