@@ -148,12 +148,13 @@ class RouterApp:
         if self._actuator is not None:
             self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self._observer = Observer(self.safeguards, self.admission, metrics.recent, settings.autoscaler, self.peers)
-        self._scaler = ExternalScaler(self._observer, settings.signals.active_s)
+        self._ending = asyncio.Event()
+        self._scaler = ExternalScaler(self._observer, settings.signals.active_s, self._ending)
         self.autoscaler: Autoscaler | None = None
         if settings.autoscaler.enabled and self.resizer is not None:
             observe, holder = self._observer.observe, self._router_id
             self.autoscaler = Autoscaler(self.resizer, observe, settings.autoscaler, holder=holder)
-        self._pools_service = PoolsService(model, dispatcher, self.resizer, self.autoscaler)
+        self._pools_service = PoolsService(model, dispatcher, self.resizer, self.autoscaler, self._ending)
         collector = RouterCollector(
             metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )
@@ -244,8 +245,7 @@ class RouterApp:
         return LivePage(feed, self._pools_service, limits, authorizer)
 
     def _end_watches(self) -> None:
-        self._pools_service.end_watches()
-        self._scaler.end_streams()
+        self._ending.set()
         if self._page is not None:
             self._page.feed.close()
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import grpc.aio
@@ -79,10 +79,11 @@ class PoolsService:
     dispatcher: Dispatcher
     resizer: Resizer | None = None  # None if no owner of the instances is configured
     autoscaler: Autoscaler | None = None
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the router is about to stop: watches end, without an error."""
 
     def __post_init__(self) -> None:
         self._pools = self.dispatcher.pools
-        self._ending = asyncio.Event()
         self._resizes: set[asyncio.Task[list[Change]]] = set()
 
     async def ListPools(self, request: pools_pb2.ListPoolsRequest, context: Context) -> pools_pb2.ListPoolsResponse:
@@ -152,16 +153,12 @@ class PoolsService:
         if not _MIN_WATCH_S <= interval_s <= _MAX_WATCH_S:
             allowed = f"{_MIN_WATCH_S:g}..{_MAX_WATCH_S:g} seconds, or 0 for {_WATCH_S:g}"
             raise invalid_argument("interval_s", f"is {interval_s:g}", allowed)
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             listed = await self._listed()
-            if self._ending.is_set():  # meanwhile: the pools may be empty by now
+            if self.ending.is_set():  # meanwhile: the pools may be empty by now
                 return
             yield pools_pb2.WatchPoolsResponse(pools=listed)
-            await wait_at_most(self._ending, interval_s)
-
-    def end_watches(self) -> None:
-        """Ends the watches without an error; the router is about to stop."""
-        self._ending.set()
+            await wait_at_most(self.ending, interval_s)
 
     async def _listed(self) -> pools_pb2.ListPoolsResponse:
         sizes = await self.sizes()  # first: everything after it is one snapshot
