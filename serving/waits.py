@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 MAX_REDIAL_S = 30.0
 
@@ -18,6 +19,18 @@ async def wait_at_most(event: asyncio.Event, timeout_s: float | None) -> bool:
         async with asyncio.timeout(timeout_s):
             await event.wait()
     return event.is_set()
+
+
+@asynccontextmanager
+async def within(timeout: asyncio.Timeout, error: Callable[[], Exception]) -> AsyncIterator[None]:
+    """Enters `timeout`, whose end raises `error` in place of TimeoutError. One that is raised inside stays one."""
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise error() from None
 
 
 def is_cancelling() -> bool:
