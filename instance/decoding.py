@@ -31,7 +31,7 @@ from serving.errors import AlreadyExists, Overloaded, ServiceError, StreamEnded,
 from serving.interceptor import Context, StreamWriter
 from serving.limits import CONTROL, CallEnd, call_end
 from serving.logging import RequestEvent, set_request_id
-from serving.waits import within
+from serving.waits import end_tasks, within
 
 if TYPE_CHECKING:
     from instance.server import InstanceServer
@@ -125,8 +125,7 @@ class DecodeServicer:
                     await _notify(transfer, event)
                     yield event
             finally:
-                seeded.cancel()
-                await asyncio.gather(seeded, return_exceptions=True)
+                await end_tasks(seeded)
 
     async def _read_seed(self, stream: ChoiceStream, requests: Requests) -> None:
         """The client's second message. It may precede the reservation; without it the engine gives the request up."""

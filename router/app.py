@@ -54,7 +54,7 @@ from serving.limits import CONTROL, PICK
 from serving.metrics import MetricsServer
 from serving.server import Server
 from serving.settings import SettingsError, format_address, parse_address
-from serving.waits import wait_at_most
+from serving.waits import end_tasks, wait_at_most
 
 if TYPE_CHECKING:
     from router.api.live.endpoints import LivePage
@@ -391,8 +391,7 @@ class RouterApp:
 
     async def _end_task(self, name: str) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)
 
     async def _settle(self) -> None:
         """Waits for all instances, at most `pools.settle_s` after the first: it would get every request otherwise."""

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 MAX_REDIAL_S = 30.0
 
@@ -31,6 +32,13 @@ async def within(timeout: asyncio.Timeout, error: Callable[[], Exception]) -> As
         if not timeout.expired():
             raise
         raise error() from None
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels the tasks, and returns when all have ended, in whatever way."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def is_cancelling() -> bool:

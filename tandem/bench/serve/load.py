@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.errors import without_request_id
-from serving.waits import wait_at_most
+from serving.waits import end_tasks, wait_at_most
 from tandem.bench.serve.endpoint import INTERRUPTED, Endpoint, PlannedRequest, RequestFailed, RequestRecord
 from tandem.bench.serve.report import Objectives, Point, summarise
 from tandem.bench.serve.workload import Workload
@@ -67,9 +67,7 @@ async def run_load(
     try:
         await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopping.cancel()
-        sending.cancel()
-        await asyncio.gather(sending, stopping, return_exceptions=True)
+        await end_tasks(stopping, sending)
     if not sending.cancelled():
         sending.result()
     return load.records
@@ -169,8 +167,7 @@ async def loop_lags() -> AsyncIterator[list[float]]:
     try:
         yield lags_s
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
 
 
 class WarmUpFailed(Exception):
