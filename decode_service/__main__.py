@@ -3,7 +3,7 @@ instance."""
 
 from __future__ import annotations
 
-from serving.pid1 import end_on_sigterm
+from serving.lifecycle import end_on_sigterm
 
 end_on_sigterm()  # before imports that take seconds
 

@@ -31,6 +31,7 @@ from serving.errors import AlreadyExists, Overloaded, ServiceError, StreamEnded,
 from serving.interceptor import Context, StreamWriter
 from serving.limits import CONTROL, CallEnd, call_end
 from serving.logging import RequestEvent, set_request_id
+from serving.waits import end_tasks, within
 
 if TYPE_CHECKING:
     from instance.server import InstanceServer
@@ -124,8 +125,7 @@ class DecodeServicer:
                     await _notify(transfer, event)
                     yield event
             finally:
-                seeded.cancel()
-                await asyncio.gather(seeded, return_exceptions=True)
+                await end_tasks(seeded)
 
     async def _read_seed(self, stream: ChoiceStream, requests: Requests) -> None:
         """The client's second message. It may precede the reservation; without it the engine gives the request up."""
@@ -228,21 +228,17 @@ class _TokenStream:
         """The writer of one call's responses; unless cancelled, the block ends when all of them are written."""
         if call_number in self._calls:
             raise AlreadyExists(f"call number {call_number} is in use on this token stream")
-        try:
-            async with asyncio.timeout(None) as timeout:
-                self._calls[call_number] = timeout, call_end()
-                try:
-                    yield partial(self._add_response, call_number)
-                    await self._wait_written()
-                except ServiceError:
-                    await self._wait_written()
-                    raise
-                finally:
-                    del self._calls[call_number]
-        except TimeoutError:
-            if not timeout.expired():
+        timeout = asyncio.timeout(None)
+        async with within(timeout, lambda: StreamEnded("the token stream has ended")):
+            self._calls[call_number] = timeout, call_end()
+            try:
+                yield partial(self._add_response, call_number)
+                await self._wait_written()
+            except ServiceError:
+                await self._wait_written()
                 raise
-            raise StreamEnded("the token stream has ended") from None
+            finally:
+                del self._calls[call_number]
 
     async def _add_response(self, call_number: int, response: decode_pb2.DecodeResponse) -> None:
         while self._batch.num_bytes >= _MAX_BATCH_BYTES:

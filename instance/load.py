@@ -18,7 +18,7 @@ from engine.core.messages import EngineLoad
 from instance.convert import common_fields
 from instance.drain import DrainController
 from protos.tandem.v1 import instance_pb2
-from serving.broadcast import Broadcast
+from serving.waits import Broadcast
 
 MIN_GAP_S = 0.02  # minimum time between reports: a step of a small model takes less than a report
 

@@ -56,6 +56,7 @@ from serving.server import LIVENESS, Server, ServerTls
 from serving.settings import SettingsError
 from serving.tls import TlsFiles
 from serving.tracing import exporting_spans
+from serving.waits import end_tasks
 
 _log = logging.getLogger(__name__)
 SERVICE = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"]
@@ -350,8 +351,7 @@ async def _run(settings: InstanceSettings, role: Role) -> int:
             server = starting.result()
         finally:
             stopped.cancel()
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            await end_tasks(starting)
         freeze_heap()
         line = f"ready address={server.address} instance={server.instance_id}\n"
         try:
@@ -374,6 +374,4 @@ async def serve(server: InstanceServer, signals: StopSignals) -> int:
         await server.stop()
         return EXIT_FAILED
     finally:
-        for task in (stopped, dead):
-            task.cancel()
-        await asyncio.gather(stopped, dead, return_exceptions=True)
+        await end_tasks(stopped, dead)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from engine.config import (
     ModelImpl,
     Quantization,
 )
+from engine.imports import CLASS_PATH
 from instance.convert import may_be_dialled
 from kv_transfer.transfer.connector import MAX_LEASE_S
 from serving.channel import MAX_INT, ChannelSettings, listens_privately
@@ -231,7 +231,6 @@ class EngineSection(Section):
         return value
 
 
-_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _LIST = "kv_transfer.multi_connector:MultiConnector"
 _SETTINGS = {
     "path": "transfer.folder (--kv-folder)",
@@ -275,7 +274,7 @@ def check_names(connector: str) -> str:
     """Returns the setting; raises ValueError for an unknown connector or an invalid list."""
     names = connector.split(",")
     for name in names:
-        if name not in _KNOWN and not _CLASS_PATH.fullmatch(name):
+        if name not in _KNOWN and not CLASS_PATH.fullmatch(name):
             raise ValueError(f"{name!r} must be one of {', '.join(CONNECTORS)}, or module:Class")
     if len(set(names)) < len(names):
         raise ValueError("names a connector twice")

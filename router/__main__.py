@@ -6,7 +6,7 @@ answers calls; whether requests can be served is reported by the health service,
 
 from __future__ import annotations
 
-from serving.pid1 import end_on_sigterm
+from serving.lifecycle import end_on_sigterm
 
 end_on_sigterm()  # before imports that take seconds
 

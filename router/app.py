@@ -16,7 +16,6 @@ import secrets
 import socket
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +54,7 @@ from serving.limits import CONTROL, PICK
 from serving.metrics import MetricsServer
 from serving.server import Server
 from serving.settings import SettingsError, format_address, parse_address
+from serving.waits import end_tasks, wait_at_most
 
 if TYPE_CHECKING:
     from router.api.live.endpoints import LivePage
@@ -148,12 +148,13 @@ class RouterApp:
         if self._actuator is not None:
             self.resizer = Resizer(self._actuator, self.pools, needs_prefill=needs_prefill)
         self._observer = Observer(self.safeguards, self.admission, metrics.recent, settings.autoscaler, self.peers)
-        self._scaler = ExternalScaler(self._observer, settings.signals.active_s)
+        self._ending = asyncio.Event()
+        self._scaler = ExternalScaler(self._observer, settings.signals.active_s, self._ending)
         self.autoscaler: Autoscaler | None = None
         if settings.autoscaler.enabled and self.resizer is not None:
             observe, holder = self._observer.observe, self._router_id
             self.autoscaler = Autoscaler(self.resizer, observe, settings.autoscaler, holder=holder)
-        self._pools_service = PoolsService(model, dispatcher, self.resizer, self.autoscaler)
+        self._pools_service = PoolsService(model, dispatcher, self.resizer, self.autoscaler, self._ending)
         collector = RouterCollector(
             metrics, self.safeguards, self.admission, model=model.name, autoscaler=self.autoscaler
         )
@@ -244,8 +245,7 @@ class RouterApp:
         return LivePage(feed, self._pools_service, limits, authorizer)
 
     def _end_watches(self) -> None:
-        self._pools_service.end_watches()
-        self._scaler.end_streams()
+        self._ending.set()
         if self._page is not None:
             self._page.feed.close()
 
@@ -292,9 +292,8 @@ class RouterApp:
             self._start_task("autoscaler", self.autoscaler.run())
         if self._settings.router.workers > 1:
             longest_s = self._settings.pools.beat_timeout_s + self._settings.pools.settle_s
-            with suppress(TimeoutError):  # without an instance, the worker that gets a request rejects it
-                async with asyncio.timeout(min(longest_s, _MAX_SETTLE_S)):
-                    await self._settled.wait()
+            # Without an instance, the worker that gets a request rejects it.
+            await wait_at_most(self._settled, min(longest_s, _MAX_SETTLE_S))
         await self._server.start()
         if self._http is not None:
             await self._http.start()
@@ -392,8 +391,7 @@ class RouterApp:
 
     async def _end_task(self, name: str) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)
 
     async def _settle(self) -> None:
         """Waits for all instances, at most `pools.settle_s` after the first: it would get every request otherwise."""

@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from prometheus_client import Metric
@@ -36,6 +36,7 @@ from serving.lifecycle import EXIT_FAILED, EXIT_STOPPED, ParentBond
 from serving.metrics import MetricsServer
 from serving.server import ServerSettings
 from serving.settings import Section, SettingsError, format_address, parse_address
+from serving.waits import wait_at_most
 
 _log = logging.getLogger(__name__)
 _WORK = "from router.__main__ import work; work()"
@@ -165,10 +166,8 @@ class Worker:
                 raise WorkersFailed(self._index, status)
             delay_s = _MIN_BACKOFF_S if time.monotonic() - began_s > _LONG_LIFE_S else delay_s
             _log.error("worker %d ended with status %d; another one starts in %g s", self._index, status, delay_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self._ending.wait()
-                    return EXIT_STOPPED
+            if await wait_at_most(self._ending, delay_s):
+                return EXIT_STOPPED
             delay_s = min(2 * delay_s, _MAX_BACKOFF_S)
 
     def end(self) -> None:

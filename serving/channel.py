@@ -26,9 +26,9 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from serving.redial import Redial
 from serving.settings import Section, setting
 from serving.tls import TlsFiles, TlsMaterial
+from serving.waits import Redial
 
 MAX_METADATA_BYTES = 8192
 MAX_INT = 2**31 - 1

@@ -43,6 +43,7 @@ from serving.errors import (
 from serving.limits import REQUEST, AbuseLimits, CallPolicy, LargeMessages, OpenCalls, call_end, peer_key
 from serving.logging import request_id, set_request_id, valid_request_id
 from serving.tracing import TRACEPARENT_KEY, attach_caller_context
+from serving.waits import is_cancelling, within
 
 M = TypeVar("M", bound=Message)
 
@@ -83,18 +84,14 @@ class StreamWriter(Generic[M]):
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
         """A write inside that takes too long ends the block with Overloaded."""
-        try:
-            async with asyncio.timeout(None) as bound:
-                self._check(bound)
-                try:
-                    yield
-                finally:
-                    if self._timer is not None:
-                        self._timer.cancel()
-        except TimeoutError:
-            if not bound.expired():
-                raise
-            raise self._too_slow() from None
+        bound = asyncio.timeout(None)
+        async with within(bound, self._too_slow):
+            self._check(bound)
+            try:
+                yield
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()
 
     def _check(self, bound: asyncio.Timeout, seen_s: float | None = None) -> None:
         """`seen_s`: since when the message waits that was late at the last look; None: none was."""
@@ -246,7 +243,7 @@ class CallInterceptor:
         except (ServiceError, grpc.aio.AbortError):
             raise
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if is_cancelling():
                 raise  # the client has disconnected, or the server stops
             _log.exception("%s was cancelled from inside", call.name)
         except Exception as error:

@@ -8,6 +8,8 @@ child ends, so only for the main thread), and a pipe whose write end only the pa
 **Stops on signals.** The first SIGTERM or SIGINT drains, or limits a drain that a call has begun; the second stops now.
 The exit status of a stopped process says whether that cut off any work, not how often it was signalled: a second signal
 to an idle process cuts off nothing.
+
+Imports nothing but the standard library: a service calls `end_on_sigterm` before its imports that take seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ EXIT_STOPPED = 0  # stopped on request; nothing was cut off
 EXIT_FAILED = 1  # ended by itself: the engine core died, the machine lacked something for the start, or a bug
 EXIT_CANNOT_START = 2  # unusable settings, model or address. A restart does not help.
 EXIT_CUT_OFF = 3  # stopped on request; awaited calls or KV were cut off, after the grace period or by a second signal
+EXIT_TERMINATED = 128 + signal.SIGTERM  # stopped while it still imported; as a shell reports an end by the signal
 
 _PARENT_PID = "TANDEM_PARENT_PID"
 _PARENT_FD = "TANDEM_PARENT_FD"
@@ -37,6 +40,14 @@ _PR_SET_PDEATHSIG = 1
 _PARENT_GONE_STATUS = 43
 
 _log = logging.getLogger(__name__)
+
+
+def end_on_sigterm() -> None:
+    """Ends a process that is PID 1 of its container at SIGTERM, until it has `stop_signals`; does nothing where it is
+    not PID 1. Linux ignores SIGTERM where PID 1 has no handler, and other processes end by it. So a container that is
+    stopped while Python imports would run until SIGKILL."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
 
 
 class ParentBond:

@@ -26,13 +26,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from serving.broadcast import Broadcast
 from serving.channel import MAX_INT, MAX_METADATA_BYTES
 from serving.errors import NotFound, Unavailable, printable
 from serving.interceptor import Authorizer, CallInterceptor, CallLimits, Context
 from serving.limits import CONTROL, AbuseLimits, CallPolicy, LargeMessages, OpenCalls
 from serving.settings import MAX_TIME_S, Address, Section, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
+from serving.waits import Broadcast
 
 _MAX_S = MAX_INT // 1000
 """Of times that gRPC gets in milliseconds."""

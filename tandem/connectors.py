@@ -9,11 +9,12 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.imports import CLASS_PATH
+
 CONNECTORS = ("shared_storage", "redis", "nixl", "lmcache")
 """The short names in instance/settings.py that a stack of several instances can use."""
 Options = dict[str, str | int | float | bool]
 _WITH_URL, _WITH_FOLDER = ("redis", "lmcache"), ("shared_storage", "lmcache")
-_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _LOGIN = re.compile(r"://[^/\s]*@")
 _SECRET_NAME = re.compile(r"pass|secret|token|credential|(^|_)key$", re.IGNORECASE)
 _MAX_SHOWN_CHARS = 600
@@ -36,7 +37,7 @@ class ConnectorChoice:
     options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in CONNECTORS and not _CLASS_PATH.fullmatch(self.name):
+        if self.name not in CONNECTORS and not CLASS_PATH.fullmatch(self.name):
             raise ValueError(f"{self.name!r} must be one of {', '.join(CONNECTORS)}, or module:Class")
         if self.kv_url is not None and self.name in ("shared_storage", "nixl"):
             raise ValueError(f"--kv-url goes with --connector redis or lmcache, {self.name} has no server")

@@ -23,8 +23,7 @@ from engine.core.messages import ErrorKind, Event, FinishReason, LoadedEvent, Re
 from engine.kv_connector import KVConnector, KVLoadResult
 from engine.scheduling import step_budget
 from engine.scheduling.drafts import Drafter
-from engine.scheduling.held_blocks import HeldBlocks
-from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.kv_cache_manager import HeldBlocks, KVCacheManager
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler_output import QueueLoad, Sampled, ScheduledRequest, SchedulerCounters, SchedulerOutput
 from engine.scheduling.step_cost import RecentRate

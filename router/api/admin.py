@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import grpc.aio
@@ -26,6 +25,7 @@ from router.request.generation_request import GenerationRequest
 from router.request.validation import ServedModel, validated
 from serving.errors import FailedPrecondition, NotFound, Unavailable, from_rpc_error, invalid_argument
 from serving.interceptor import Context
+from serving.waits import wait_at_most
 
 
 def instance_of(role: Role, instance: UpstreamInstance, out: str | None) -> pools_pb2.PoolInstance:
@@ -79,10 +79,11 @@ class PoolsService:
     dispatcher: Dispatcher
     resizer: Resizer | None = None  # None if no owner of the instances is configured
     autoscaler: Autoscaler | None = None
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the router is about to stop: watches end, without an error."""
 
     def __post_init__(self) -> None:
         self._pools = self.dispatcher.pools
-        self._ending = asyncio.Event()
         self._resizes: set[asyncio.Task[list[Change]]] = set()
 
     async def ListPools(self, request: pools_pb2.ListPoolsRequest, context: Context) -> pools_pb2.ListPoolsResponse:
@@ -152,18 +153,12 @@ class PoolsService:
         if not _MIN_WATCH_S <= interval_s <= _MAX_WATCH_S:
             allowed = f"{_MIN_WATCH_S:g}..{_MAX_WATCH_S:g} seconds, or 0 for {_WATCH_S:g}"
             raise invalid_argument("interval_s", f"is {interval_s:g}", allowed)
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             listed = await self._listed()
-            if self._ending.is_set():  # meanwhile: the pools may be empty by now
+            if self.ending.is_set():  # meanwhile: the pools may be empty by now
                 return
             yield pools_pb2.WatchPoolsResponse(pools=listed)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._ending.wait()
-
-    def end_watches(self) -> None:
-        """Ends the watches without an error; the router is about to stop."""
-        self._ending.set()
+            await wait_at_most(self.ending, interval_s)
 
     async def _listed(self) -> pools_pb2.ListPoolsResponse:
         sizes = await self.sizes()  # first: everything after it is one snapshot

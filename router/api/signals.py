@@ -7,9 +7,8 @@ ExternalScaler    externalscaler: the sizes of the pools, and whether they are n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from protos.externalscaler import externalscaler_pb2 as keda
 from protos.tandem.v1 import signals_pb2
@@ -18,6 +17,7 @@ from router.autoscaler.observation import Observer, counts_of, router_signals_of
 from router.pools.instance_info import ROLES, Role
 from serving.errors import Unavailable, invalid_argument
 from serving.interceptor import Context
+from serving.waits import wait_at_most
 
 _CHECK_S = 0.1
 """How soon a stream reports that a pool is needed."""
@@ -54,13 +54,8 @@ class ExternalScaler:
 
     observer: Observer
     active_s: float
-
-    def __post_init__(self) -> None:
-        self._ending = asyncio.Event()
-
-    def end_streams(self) -> None:
-        """The router is about to stop: KEDA connects to another one."""
-        self._ending.set()
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the router is about to stop: KEDA connects to another one."""
 
     async def IsActive(self, request: keda.ScaledObjectRef, context: Context) -> keda.IsActiveResponse:
         _pool_of(request)
@@ -71,13 +66,11 @@ class ExternalScaler:
     ) -> AsyncIterator[keda.IsActiveResponse]:
         _pool_of(request)
         before: bool | None = None
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             if (is_active := self._is_active()) != before:
                 before = is_active
                 yield keda.IsActiveResponse(result=is_active)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_S):
-                    await self._ending.wait()
+            await wait_at_most(self.ending, _CHECK_S)
 
     async def GetMetricSpec(self, request: keda.ScaledObjectRef, context: Context) -> keda.GetMetricSpecResponse:
         spec = keda.MetricSpec(metricName=_metric(_pool_of(request)), targetSize=1, targetSizeFloat=1.0)

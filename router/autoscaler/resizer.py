@@ -31,6 +31,7 @@ from router.pools.instance import UpstreamInstance
 from router.pools.instance_info import WIRE_ROLES, Role
 from router.pools.pool import Pools
 from serving.channel import open_channel
+from serving.waits import is_cancelling
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ def _owners_errors() -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        if is_cancelling():
             raise
         raise ActuatorError(_ENDS) from None
     except grpc.aio.UsageError:

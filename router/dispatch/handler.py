@@ -35,6 +35,7 @@ from serving.auth import Metadata
 from serving.errors import Aborted, Overloaded, ServiceError, Unavailable
 from serving.limits import call_end, start_in_thread
 from serving.logging import RequestEvent, set_request_id
+from serving.waits import within
 
 _DEADLINE_SLACK_S = 0.1  # a call that is cancelled so shortly before its deadline was ended by that
 _WRITE_GRACE_S = 0.5  # how long an abort waits for the message that is being written: gRPC takes no other one before
@@ -265,15 +266,10 @@ class RequestHandler:
             if message.request_id:
                 label = self._caller.label(message.request_id)
                 registered.enter_context(registry.registered(label, lambda: scope.reschedule(0.0)))
-            try:
-                async with scope:
-                    self._found_instance = await self.admission.instance_available()
-                    limits, caller = self.limits(message), self._caller
-                    return await validated(message, self.model, limits, deadline_s=deadline_s, caller=caller)
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                raise Aborted("aborted before it was validated") from None
+            async with within(scope, lambda: Aborted("aborted before it was validated")):
+                self._found_instance = await self.admission.instance_available()
+                limits, caller = self.limits(message), self._caller
+                return await validated(message, self.model, limits, deadline_s=deadline_s, caller=caller)
 
     def _choice(self, request: GenerationRequest, index: int) -> Choice:
         """Raises Unavailable for a resumed one that has not finished and whose identity no instance has. One that has

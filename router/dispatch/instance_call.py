@@ -47,6 +47,7 @@ from serving import tracing
 from serving.errors import Crashed, DeadlineExceeded, InternalError, Overloaded, Unavailable, from_rpc_error
 from serving.interceptor import REQUEST_ID_KEY
 from serving.logging import Repeats, RequestEvent, without_values
+from serving.waits import is_cancelling
 
 _log = logging.getLogger(__name__)
 _repeats = Repeats()
@@ -245,7 +246,7 @@ class InstanceCall:
         except grpc.aio.AioRpcError as error:
             raise self._failed(error) from error
         except asyncio.CancelledError:
-            if self._lost is None or _is_cancelling():
+            if self._lost is None or is_cancelling():
                 raise
             raise self._broken(self._lost) from None
         return None if message is grpc.aio.EOF else message
@@ -292,12 +293,6 @@ class InstanceCall:
             answer = InternalError(f"unexpected answer {code.name}")
         kind, detail = _KINDS.get(code, "final"), f"{code.name}: {error.details()}"
         return CallFailed(self.key, self.role, kind, answer, detail, death=death)
-
-
-def _is_cancelling() -> bool:
-    """Whether this task itself is being cancelled (or timed out), rather than the call it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 class PrefillCall(InstanceCall):
@@ -495,5 +490,5 @@ class TransferReleases:
         except grpc.aio.AioRpcError as error:
             _log.info("release of %s not answered (%s): its lease will run out", transfer_id, error.code().name)
         except asyncio.CancelledError:
-            if _is_cancelling():
+            if is_cancelling():
                 raise  # else the channel was closed under the call

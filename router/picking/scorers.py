@@ -8,7 +8,6 @@ scorer is named `module:Name`: a function like those below, or a class whose ins
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from engine.errors import shown, suggestion
-from engine.imports import named
+from engine.imports import CLASS_PATH, named
 from protos.tandem.v1 import pools_pb2
 from router.pools.instance_info import InstanceKey, InstanceView
 from router.request.generation_request import Objectives
@@ -108,7 +107,6 @@ def other_domain(decode: InstanceView, view: InstanceView) -> float:
 SCORERS: dict[str, Scorer] = {
     scorer.__name__: scorer for scorer in (queue, waiting_tokens, kv_pressure, prefix, session)
 }
-_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ def _term(text: str) -> Term:
 def _scorer(name: str) -> Scorer:
     if name in SCORERS:
         return SCORERS[name]
-    if not _CLASS_PATH.fullmatch(name):
+    if not CLASS_PATH.fullmatch(name):
         known = f"known: {', '.join(SCORERS)}, and module:Name of your own"
         raise ValueError(f"{name!r} is no scorer{suggestion(name, SCORERS, known)}")
     try:

@@ -26,6 +26,7 @@ import grpc.aio
 from protos.tandem.v1 import stack_pb2, stack_pb2_grpc
 from router.pools.instance_info import WIRE_ROLES, Role
 from serving.settings import format_address
+from serving.waits import end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -247,9 +248,7 @@ class CombinedDiscovery:
                 await changed.get()
                 yield frozenset().union(*self._found.values())
         finally:
-            for task in following:
-                task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
+            await end_tasks(*following)
 
 
 DiscoverService = Callable[[str, int], ServiceDiscovery]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.broadcast import Broadcast
+from serving.waits import Broadcast
 
 REPORT_LAG_S = 0.1
 """Generous for a network and an event loop. Too short: one report attracts a herd; too long: it repels one."""

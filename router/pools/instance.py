@@ -29,7 +29,7 @@ from router.pools.instance_info import InstanceInfo, InstanceKey, InstanceView, 
 from router.pools.settings import PoolSettings
 from router.pools.throughput import ThroughputEstimator
 from router.pools.token_stream import TokenStreams
-from serving.broadcast import Broadcast
+from serving.waits import Broadcast, is_cancelling
 
 _log = logging.getLogger(__name__)
 
@@ -318,7 +318,7 @@ class UpstreamInstance:
         try:
             message = await self._reports.read()
         except asyncio.CancelledError:
-            if not self._is_silent or ((task := asyncio.current_task()) is not None and task.cancelling()):
+            if not self._is_silent or is_cancelling():
                 raise
             raise TimeoutError from None
         if self._is_silent:  # it came in the same turn of the event loop, and its stream has been cancelled

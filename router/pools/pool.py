@@ -26,7 +26,7 @@ from router.pools.instance import STATES, ExpectedInstance, UpstreamInstance
 from router.pools.instance_info import Identity, InstanceInfo, InstanceKey, InstanceView, Role
 from router.pools.settings import PoolSettings
 from router.pools.throughput import ThroughputEstimator
-from serving.broadcast import Broadcast
+from serving.waits import Broadcast, end_tasks
 
 _log = logging.getLogger(__name__)
 
@@ -94,9 +94,7 @@ class Pool:
             await follow(self.discovery, self._reconcile, f"the addresses of the {self.expected.role} pool")
             await asyncio.Event().wait()
         finally:
-            for removal in self._removals:
-                removal.cancel()
-            await asyncio.gather(*self._removals, return_exceptions=True)
+            await end_tasks(*self._removals)
             for address in list(self._instances):
                 await self._remove(address)
 
@@ -131,9 +129,8 @@ class Pool:
 
     async def _remove(self, address: str) -> None:
         instance, task = self._instances.pop(address)
-        task.cancel()
         try:
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks(task)
         finally:
             await instance.channel.close()
 
@@ -165,9 +162,7 @@ class Pools:
         self._tasks = [asyncio.create_task(pool.follow(), name="pool") for pool in self.by_role.values()]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     def all_ready(self) -> bool:
         """Whether both pools are complete; an empty one is."""

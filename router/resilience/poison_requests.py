@@ -24,9 +24,9 @@ import grpc
 
 from router.pools.instance_info import InstanceKey, Role
 from router.request.generation_request import GenerationRequest, to_wire
-from serving.broadcast import Broadcast
 from serving.errors import ServiceError
 from serving.settings import MAX_TIME_S, Section, setting
+from serving.waits import Broadcast
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -211,7 +211,8 @@ class PoisonDetection:
         proven = {key: incident for key, incident in record.incidents.items() if not incident.is_death or is_gone(key)}
         needed = _NUM_INCIDENTS + (not all(self._is_clear(key, incident) for key, incident in proven.items()))
         if any(incident.is_death for incident in proven.values()):
-            needed += self._num_unexplained(is_gone)
+            # Recent deaths that no current suspect explains.
+            needed += sum(not death.suspects and is_gone(key) for key, death in self._deaths.items())
         if len(proven) < needed or not list(proven.values())[-1].alone:
             return None
         where = ", ".join(f"{key.address} ({incident})" for key, incident in record.incidents.items())
@@ -240,10 +241,6 @@ class PoisonDetection:
         record.last_s = self._clock()
         self._suspects.move_to_end(suspect)
         return record
-
-    def _num_unexplained(self, is_gone: IsGone) -> int:
-        """Recent deaths that no current suspect explains."""
-        return sum(not death.suspects and is_gone(key) for key, death in self._deaths.items())
 
     def _forget(self) -> None:
         """Drops what is too old to be evidence, and what is too much."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from router.pools.instance_info import InstanceKey, Role
-from serving.broadcast import Broadcast
 from serving.errors import InternalError, Overloaded, ServiceError, Unavailable
 from serving.settings import Section, setting
+from serving.waits import Broadcast
 
 
 class FailoverSettings(Section):

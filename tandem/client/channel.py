@@ -30,7 +30,7 @@ import grpc.aio
 
 from engine.errors import shown
 from protos.tandem.v1 import generation_pb2_grpc
-from serving.redial import Redial
+from serving.waits import Redial
 from tandem.client.credentials import Credentials
 from tandem.client.errors import TandemError, dns_parts
 from tandem.client.registry import has_proxy, is_local, running_address
@@ -278,11 +278,7 @@ def _is_prepared() -> bool:
     return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "t", "true", "y", "yes")
 
 
-def _keep_inherited() -> None:
-    _kept.extend(_open)
-
-
-os.register_at_fork(after_in_child=_keep_inherited)
+os.register_at_fork(after_in_child=lambda: _kept.extend(_open))
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 
 from protos.tandem.v1 import generation_pb2, generation_pb2_grpc
+from serving.waits import is_cancelling
 from tandem.client.channel import (
     MAX_TIMEOUT_S,
     ClientChannel,
@@ -255,8 +256,7 @@ class AsyncClient(_BaseClient):
         try:
             yield
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
+            if not is_cancelling():
                 self._check_open()
             raise
 

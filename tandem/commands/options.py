@@ -1,4 +1,4 @@
-"""Options that several commands have, and how a command ends whose call of a router fails."""
+"""Options that several commands have, options from a file, and how a command ends whose call of a router fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import click
 from click.core import ParameterSource
 
-from engine.errors import shown
+from engine.errors import shown, suggestion
 from tandem.connectors import Options
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ INTERRUPTED = 130
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that command a terminal."""
 _META = "tandem.client.credentials"
+_API_KEY = "api_key"
 _CREDENTIALS = {
     "ca_file": "PEM: the CA that issued the server's certificate; enables TLS.",
     "cert_file": "PEM: your certificate, if the server requires one.",
@@ -369,3 +370,60 @@ kv_options = click.option(
     "--kv-options", "options", metavar="YAML", default="{}", callback=_parse_options,
     help="Options of the connector's class: '{num_io_threads: 4}'.",
 )  # fmt: skip
+
+
+def read_stack_file(context: click.Context, path: Path | None) -> None:
+    """Makes the options in the YAML file the defaults of the command of `context`; an option without a value is absent.
+    Raises click.BadParameter."""
+    if path is None:
+        return
+    options = {option.opts[0].removeprefix("--"): option for option in context.command.params}
+    defaults: dict[str, object] = {}
+    try:
+        for name, value in _read_stack_file(path).items():
+            option = _option_of_file(str(name), value, options)
+            if option.name in defaults:
+                raise ValueError(f"{name} is there twice, with - and with _: keep one of them")
+            _check_value_of_file(str(name), value, option)
+            is_single = option.multiple and not isinstance(value, list)
+            if value is not None:
+                defaults[str(option.name)] = [value] if is_single else value
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path}: {error}") from None
+    context.default_map = defaults
+
+
+def _read_stack_file(path: Path) -> dict[object, object]:
+    from serving.yaml_file import parse_yaml
+
+    content = parse_yaml(path.read_text())
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError("it must be a map from options to values, such as `decode: 2`")
+    return content
+
+
+def _option_of_file(name: str, value: object, options: Mapping[str, click.Parameter]) -> click.Option:
+    option = options.get(name.replace("_", "-"))
+    if isinstance(option, click.Option) and option.name != "config" and not isinstance(value, dict):
+        return option
+    what, known = ("section", []) if isinstance(value, dict) else ("option", list(options))
+    hint = suggestion(
+        name, [one for one in known if one != "config"], "settings of the services go into router-arg, instance-arg"
+    )
+    raise ValueError(f"`tandem up` has no {what} {name!r}{hint}")
+
+
+def _check_value_of_file(name: str, value: object, option: click.Option) -> None:
+    if value is None and option.name == _API_KEY:
+        raise ValueError(f"{name} has no value: give a key, or remove the line for a stack without one")
+    if isinstance(value, list) and not option.multiple:
+        raise ValueError(f"{name} has one value, not a list: {value}")
+    if option.type is not click.STRING:
+        return
+    for text in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(text, str):
+            # YAML has changed it already: 1.10 to 1.1, 010 to 8, no to False.
+            shown = "" if option.name == _API_KEY else f", not {text!r}"
+            raise ValueError(f'{name} must be text{shown}: quote it, as in {name}: "text"')

@@ -22,8 +22,7 @@ import click
 from engine.checkpoint import check_checkpoint, display_name, resolve, resolve_adapter
 from engine.config import MAX_THREADS
 from tandem.client.registry import has_proxy, made_state_dir
-from tandem.commands.options import MAX_GIB, Choice, FloatRange, IntRange, end_signals
-from tandem.commands.stack_file import read_stack_file
+from tandem.commands.options import MAX_GIB, Choice, FloatRange, IntRange, end_signals, read_stack_file
 from tandem.connectors import CONNECTORS, ConnectorChoice
 from tandem.local_stack.desired_state import MAX_SIZE
 from tandem.local_stack.preflight import IN_DOCKER, check_addresses, check_vllm, given_settings, other_system

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from serving.pid1 import EXIT_TERMINATED
+from serving.lifecycle import EXIT_TERMINATED
 
 PROGRAM = """
 import os, runpy, sys

@@ -37,8 +37,8 @@ from router.api.openai.exchange import Authorizer, Exchange, Handler, HttpLimits
 from router.api.openai.strict_model import StrictModel
 from router.autoscaler.observation import samples_of
 from router.pools.instance_info import Role
-from serving.broadcast import Broadcast
 from serving.limits import CONTROL
+from serving.waits import Broadcast
 
 _log = logging.getLogger(__name__)
 _TYPES = {

@@ -46,6 +46,7 @@ from serving.errors import (
 )
 from serving.limits import LARGE_BYTES, REQUEST, AbuseLimits, CallPolicy, LargeMessages, OpenCalls, grpc_peer, peer_key
 from serving.logging import set_request_id, valid_request_id
+from serving.waits import within
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_SILENCE_S = 15.0
@@ -219,12 +220,8 @@ class Exchange(Response):
         connected = asyncio.timeout(None)
         watch = asyncio.create_task(self._watch(connected))
         try:
-            async with connected:
+            async with within(connected, ClientDisconnected):
                 yield
-        except TimeoutError:
-            if not connected.expired():
-                raise
-            raise ClientDisconnected from None
         finally:
             watch.cancel()
 

@@ -145,7 +145,27 @@ class Body(StrictModel, ABC):
         return self.renamed
 
 
-class RequestBody(Body):
+class CommonParameters(StrictModel):
+    """What completions, chats and the Responses API have in common; from `top_k` on vLLM's."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Seed | None = None
+    stop: Stops = Field([])
+    prompt_cache_key: str = ""  # OpenAI's hint for caches: the session of a request
+
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str = ""
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Lower goes first. The router's goes the other way."""
+
+
+class RequestBody(CommonParameters, Body):
     """Parameters of both endpoints. The body's size bounds lists and objects; validation checks their contents."""
 
     ignored: ClassVar = frozenset({
@@ -157,30 +177,16 @@ class RequestBody(Body):
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Int64 | None = None
     n: Int64 = 1
-    temperature: float | None = None
-    top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    seed: Seed | None = None
-    stop: Stops = Field([])
     logit_bias: Annotated[dict[Int64, float], BeforeValidator(_biases, json_schema_input_type=dict[str, float])] = (
         Field({})
     )
-    prompt_cache_key: str = ""  # OpenAI's hint for caches: the session of a request
 
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: Int64 | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: list[Int64] = Field([])
     bad_words: list[str] = Field([])
     allowed_token_ids: list[Int64] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: str = ""
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """vLLM's: lower goes first. The router's goes the other way."""
     return_token_ids: bool = False
 
     response_format: ResponseFormat | None = None

@@ -23,21 +23,17 @@ from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, BlocksBuilder
 from router.api.openai.chat_messages import joined_parts, text_member
 from router.api.openai.exchange import Exchange
-from router.api.openai.requests import FrontBody, Int64, ReasoningEffort, Seed, Stops, Verbosity
+from router.api.openai.requests import CommonParameters, FrontBody, Int64, JsonSchemaFormat, ReasoningEffort, Verbosity
 from router.api.openai.responses import TokenTexts, candidates_of, chat_logprobs
 from router.api.openai.responses_tools import ResponsesTool, ToolChoice, ToolName, functions_of, tools_in_chat
 from router.api.openai.strict_model import StrictModel
 from router.dispatch.handler import RequestHandler
-from router.request.validation import MAX_PRIORITY
 from serving.errors import invalid_argument
 
 
-class TextFormat(StrictModel):
+class TextFormat(JsonSchemaFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextOptions(StrictModel):
@@ -59,11 +55,6 @@ class ReasoningOptions(StrictModel):
 _PARTS = ("input_text", "output_text", "text", "refusal")
 _LOGPROBS = "message.output_text.logprobs"
 _KEPT_TOKENS = 64
-_VLLM = (
-    "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "cache_salt", "priority",
-)  # fmt: skip
-"""Parameters that vLLM adds to OpenAI's; they are those of a chat."""
 
 
 def _items(value: Any) -> Any:
@@ -72,7 +63,7 @@ def _items(value: Any) -> Any:
     raise invalid_argument("input", f"{shown(value)} is no input", "a text, or a list of items, which are objects")
 
 
-class ResponsesRequest(FrontBody):
+class ResponsesRequest(CommonParameters, FrontBody):
     """The body of /v1/responses."""
 
     renamed: ClassVar = {
@@ -92,31 +83,17 @@ class ResponsesRequest(FrontBody):
     input: Annotated[str | list[dict[str, Any]], Field(min_length=1), BeforeValidator(_items)]
     instructions: str = ""
     max_output_tokens: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[ResponsesTool] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    prompt_cache_key: str = ""
     truncation: Literal["auto", "disabled"] = "disabled"
     """Has no effect: an input that does not fit into the context is rejected."""
     include: list[str] = Field(default_factory=list)
     """Of what it may name, only log-probabilities exist here."""
     top_logprobs: Int64 | None = Field(None, ge=0, le=20)
     background: Literal[False] = False
-
-    seed: Seed | None = None
-    stop: Stops = Field([])
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: str = ""
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     @classmethod
     def _supported(cls, members: dict[str, Any]) -> dict[str, Any]:
@@ -141,17 +118,14 @@ class ResponsesRequest(FrontBody):
             "stream": self.stream,
             "messages": self._messages(),
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "tools": tools_in_chat(self.tools),
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.in_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "verbosity": self.text.verbosity,
-            "prompt_cache_key": self.prompt_cache_key,
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs,
-            **{name: getattr(self, name) for name in _VLLM},
+            **{name: getattr(self, name) for name in CommonParameters.model_fields},
             "response_format": {"type": form.type, **({"json_schema": schema} if form.type == "json_schema" else {})},
         }
         return {name: value for name, value in chat.items() if value is not None}

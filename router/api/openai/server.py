@@ -38,6 +38,7 @@ from serving.auth import comparable_names
 from serving.logging import Repeats, valid_request_id
 from serving.settings import Address, Section, SettingsError, format_address, parse_address, setting
 from serving.tls import HANDSHAKE_TIMEOUT_S, TlsFiles, TlsMaterial
+from serving.waits import end_tasks
 
 _STOP_S = 1
 _MIN_READ_BYTES = 16 << 10
@@ -376,10 +377,7 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        tasks = [*self._accepting, *self._handshakes]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # the listener is closed next
+        await end_tasks(*self._accepting, *self._handshakes)  # the listener is closed next
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket, tls: HttpTls) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.errors import without_request_id
+from serving.waits import end_tasks, wait_at_most
 from tandem.bench.serve.endpoint import INTERRUPTED, Endpoint, PlannedRequest, RequestFailed, RequestRecord
 from tandem.bench.serve.report import Objectives, Point, summarise
 from tandem.bench.serve.workload import Workload
@@ -66,9 +67,7 @@ async def run_load(
     try:
         await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopping.cancel()
-        sending.cancel()
-        await asyncio.gather(sending, stopping, return_exceptions=True)
+        await end_tasks(stopping, sending)
     if not sending.cancelled():
         sending.result()
     return load.records
@@ -168,8 +167,7 @@ async def loop_lags() -> AsyncIterator[list[float]]:
     try:
         yield lags_s
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
 
 
 class WarmUpFailed(Exception):
@@ -240,9 +238,8 @@ async def run_sweep(
         tried = await run_load(
             endpoint, warm_up, max_concurrency=_WARM_UP_CONCURRENCY, timeout_s=sweep.timeout_s, stop=stop
         )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), sweep.pause_s)
-        if tried and not stop.is_set() and not any(record.succeeded for record in tried):
+        is_stopped = await wait_at_most(stop, sweep.pause_s)
+        if tried and not is_stopped and not any(record.succeeded for record in tried):
             errors = "; ".join(dict.fromkeys(without_request_id(record.error) for record in tried))
             raise WarmUpFailed(f"none of the {len(tried)} requests of the warm-up succeeded: {errors}", points)
         if stop.is_set():

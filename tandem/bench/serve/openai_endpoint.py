@@ -21,6 +21,7 @@ from typing import Annotated, Any, TypeVar
 import httpx
 import msgspec
 
+from serving.waits import end_tasks
 from tandem.bench.serve.endpoint import Answer, OnTokens, PlannedRequest, RequestFailed, ServedModel, check_finished
 from tandem.connectors import without_logins
 
@@ -188,9 +189,7 @@ class OpenAIEndpoint:
         return answer
 
     async def close(self) -> None:
-        for rest in self._rests:
-            rest.cancel()
-        await asyncio.gather(*self._rests, return_exceptions=True)
+        await end_tasks(*self._rests)
         await self._client.aclose()
 
     async def _streamed(

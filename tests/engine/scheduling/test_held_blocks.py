@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.held_blocks import HeldBlocks
-from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.kv_cache_manager import HeldBlocks, KVCacheManager
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 
