@@ -332,12 +332,16 @@ async def test_ends_that_overtake_the_last_tokens_wait_for_as_long_as_any_come(
 
 
 async def test_tokens_that_a_failure_overtakes_are_computed_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = TokenStream.deliver
+    deliver, delivered = TokenStream.deliver, []
 
-    def late(self: TokenStream, message: decode_pb2.StreamTokensResponse) -> None:
-        asyncio.get_running_loop().call_later(0.2, deliver, self, message)
+    def only_the_first(self: TokenStream, message: decode_pb2.StreamTokensResponse) -> None:
+        is_late = delivered and not rig.decode[1].recorded("decode")
+        if not is_late:
+            deliver(self, message)
+        if message.responses:
+            delivered.append(message)
 
-    monkeypatch.setattr(TokenStream, "deliver", late)
+    monkeypatch.setattr(TokenStream, "deliver", only_the_first)
     async with run(prefill=0, decode=decodes(Behaviour(token_s=0.05, fail_at=8), busy())) as rig:
         await until_open(rig)
         assert (await rig.generate(max_tokens=20)).is_exactly(20)
