@@ -210,18 +210,14 @@ def test_what_the_model_does_not_allow_is_rejected_before_anything_starts(
     assert not started
 
 
-def test_adapters_are_folders_with_names(started: list[StackSettings], tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "sql", MODEL_DIR, modules=["q_proj"])
-    assert run("--lora-adapter", f"sql={adapter}", "--lora-adapter", f"poet={adapter}") == ""
-    [settings] = started
-    assert settings.lora_adapters == {"sql": str(adapter), "poet": str(adapter)}
-
-
-def test_vllm_takes_adapters(started: list[StackSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", [(), ("--engine=vllm", "--instance-arg=--block-size=32")])
+def test_adapters_are_folders_with_names(
+    engine: tuple[str, ...], started: list[StackSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(up, "check_vllm", lambda python: None)
-    adapter = write_adapter(tmp_path / "sql", MODEL_DIR, modules=["q_proj"])
-    assert run("--engine=vllm", "--instance-arg=--block-size=32", f"--lora-adapter=sql={adapter}") == ""
-    assert started[0].lora_adapters == {"sql": str(adapter)}
+    folder = str(write_adapter(tmp_path / "sql", MODEL_DIR, modules=["q_proj"]))
+    assert run(*engine, f"--lora-adapter=sql={folder}", f"--lora-adapter=poet={folder}") == ""
+    assert started[0].lora_adapters == dict.fromkeys(["sql", "poet"], folder)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +249,7 @@ def test_a_wrong_adapter_is_named_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("free", "advice"),
-    [(10 << 30, "at most --kv-memory 0.078"), (100 << 20, "start fewer instances")],
+    ("free", "advice"), [(10 << 30, "at most --kv-memory 0.078"), (100 << 20, "start fewer instances")]
 )
 def test_advice_about_kv_memory_can_be_followed(
     free: int, advice: str, started: list[StackSettings], monkeypatch: pytest.MonkeyPatch
