@@ -397,8 +397,8 @@ class AdmissionController:
         wait_s = self._predicted_wait_s(entry)
         if wait_s is None:
             return
-        limit_s = self.settings.queue_timeout_s
-        if wait_s > _OPTIMISM * limit_s:
+        limit_s = _OPTIMISM * self.settings.queue_timeout_s
+        if wait_s > limit_s:
             raise self._rejection("wait_too_long", f"the wait would be {wait_s:.1f} s, {limit_s:g} at most", entry)
         if remaining_s is not None and wait_s > remaining_s:
             raise self._rejection("deadline", f"the wait would be {wait_s:.1f} s, past the request's deadline", entry)

@@ -12,7 +12,7 @@ from itertools import chain
 import grpc.aio
 
 from engine.errors import suggestion
-from protos.tandem.v1 import common_pb2, generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
+from protos.tandem.v1 import generation_pb2, instance_pb2, instance_pb2_grpc, pools_pb2
 from router.autoscaler.loop import Autoscaler
 from router.autoscaler.observation import samples_of
 from router.autoscaler.resizer import ActuatorError, Change, Resizer, SizeRefused
@@ -215,7 +215,6 @@ class PoolsService:
             session=request.session,
             cache_salt=request.cache_salt,
             lora=request.lora,
-            sampling=common_pb2.SamplingParams(max_tokens=2),  # a single token needs one instance
         )
         if request.HasField("token_ids") or not request.text:
             message.token_ids.ids.extend(request.token_ids.ids or [0])

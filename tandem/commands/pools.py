@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from protos.tandem.v1 import common_pb2, pools_pb2
+from protos.tandem.v1 import common_pb2, instance_pb2, pools_pb2
 from tandem.commands import Group
 from tandem.commands.admin import CALL_TIMEOUT_S, ROLES, admin_calls, admin_options, pool_name
 from tandem.commands.options import (
@@ -393,7 +393,7 @@ def _pools_table(answer: pools_pb2.ListPoolsResponse) -> str:
 def instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
     has_load, load = one.HasField("load"), one.load
     numbers = [load.num_waiting, load.num_running, load.num_loading] if has_load else ["-"] * 3
-    used = f"{load.blocks.running / one.num_blocks:.0%} of {one.num_blocks}" if has_load and one.num_blocks else "-"
+    used = f"{_num_used_blocks(load) / one.num_blocks:.0%} of {one.num_blocks}" if has_load and one.num_blocks else "-"
     return (
         pool_name(one.role),
         one.instance_id or "-",
@@ -404,6 +404,11 @@ def instance_row(one: pools_pb2.PoolInstance) -> tuple[str, ...]:
         one.dtype or "-",
         one.address,
     )
+
+
+def _num_used_blocks(load: instance_pb2.WatchLoadResponse) -> int:
+    """Those that are neither free nor cached, as `vllm:kv_cache_usage_perc` counts them."""
+    return load.blocks.running + load.blocks.held + load.blocks.quarantined
 
 
 def pool_lines(pool: pools_pb2.PoolStatus) -> list[str]:
@@ -458,7 +463,7 @@ def _instance_as_dict(instance: pools_pb2.PoolInstance) -> dict[str, Any]:
     report = {
         **_fields(load, "num_waiting", "num_running", "num_loading", "num_waiting_tokens"),
         "num_blocks": instance.num_blocks,
-        "num_used_blocks": load.blocks.running,
+        "num_used_blocks": _num_used_blocks(load),
         "num_cached_blocks": load.blocks.cached,
         **_fields(load, "step_s", "draining"),
     }

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from tandem.bench.serve.endpoint import Endpoint, PlannedRequest, ServedModel
 from tandem.bench.serve.load import Sweep
 from tandem.bench.serve.report import Objectives
-from tandem.bench.serve.traces import MAX_LEN, TooLong, TraceUse, read_trace
+from tandem.bench.serve.traces import MAX_LEN, TooLong, TraceUse, check_lengths, read_trace
 from tandem.bench.serve.workload import (
     MAX_REQUESTS,
     Lengths,
@@ -287,6 +287,7 @@ def make_workload(options: ServeOptions, served: ServedModel) -> Workload:
                 too_long=options.too_long,
             )
             rows = read_trace(options.trace, options.hash_block_len)
+            check_lengths(rows, use)
             return TraceWorkload(vocabulary, schedule, options.seed, rows, use)
         return RandomWorkload(
             vocabulary,
@@ -329,7 +330,10 @@ def _vocabulary(options: ServeOptions, served: ServedModel) -> Vocabulary:
 def check_requests(requests: Sequence[PlannedRequest], served: ServedModel) -> None:
     """Raises InvalidOption without requests, or for a request that is too long for the model."""
     if not requests:
-        raise InvalidOption("no request is due within --duration or the slice of the trace: extend it, or raise --rate")
+        raise InvalidOption(
+            "no request is due within --duration or the slice of the trace: extend it, or raise --rate; or --too-long "
+            "skip leaves none: raise --max-prompt-len or --max-output-len"
+        )
     longest = max(requests, key=lambda one: len(one.prompt_token_ids) + one.max_tokens)
     num_prompt, num_output = len(longest.prompt_token_ids), longest.max_tokens
     if served.max_model_len is not None and num_prompt + num_output > served.max_model_len:

@@ -98,7 +98,7 @@ class Report:
     failures: dict[str, int]
     """Failed and refused requests by status, the most frequent first."""
     errors: dict[str, str]
-    """By status the most frequent message."""
+    """By status the most frequent message, with the id of one such request."""
     duration_s: float
     """From the first sending to the last end."""
     offered_per_s: float
@@ -150,11 +150,15 @@ def summarise(
     records: Sequence[RequestRecord], objectives: Objectives | None = None, loop_lags_s: Sequence[float] = ()
 ) -> Report:
     """The figures of one run; without records they are 0."""
+    from serving.errors import without_request_id  # not at the top: benchmarks without services need no gRPC
+
     finished = [record for record in records if record.status != INTERRUPTED]
     good = [record for record in finished if record.succeeded]
     refused = [record for record in finished if record.refused]
     reasons = Counter(record.status or record.error for record in finished if not record.succeeded)
-    errors = Counter((record.status, record.error) for record in finished if record.status and record.error)
+    with_error = [record for record in finished if record.status and record.error]
+    examples = {without_request_id(record.error): record.error for record in with_error}
+    errors = Counter((record.status, without_request_id(record.error)) for record in with_error)
     duration_s = max((one.ended_s for one in records), default=0.0) - min((one.sent_s for one in records), default=0.0)
     num_prompt, num_output = (sum(one.num_prompt_tokens for one in good), sum(one.num_output_tokens for one in good))
     gaps_s = [gap_s for one in good for gap_s in one.gaps_s]
@@ -171,7 +175,9 @@ def summarise(
         num_refused=len(refused),
         num_unfinished=len(records) - len(finished),
         failures=dict(reasons.most_common()),
-        errors={status: error.removeprefix(f"{status}: ") for (status, error), _ in reversed(errors.most_common())},
+        errors={
+            status: examples[error].removeprefix(f"{status}: ") for (status, error), _ in reversed(errors.most_common())
+        },
         duration_s=duration_s,
         offered_per_s=_ratio(len(due_s) - 1, max(due_s) - min(due_s)) if due_s else 0.0,
         requests_per_s=_ratio(len(good), duration_s),

@@ -142,13 +142,23 @@ def count(rows: Iterable[TraceRow], use: TraceUse) -> TraceCounts:
     return counts
 
 
+def check_lengths(rows: Iterable[TraceRow], use: TraceUse) -> None:
+    """Raises ValueError for a request that is longer than a row may be."""
+    for _, row, *lengths in _used(rows, use, TraceCounts()):
+        if max(lengths) > MAX_LEN:
+            raise ValueError(
+                f"--length-scale {use.length_scale:g} makes more than {MAX_LEN} tokens of the {row.input_len} in and "
+                f"{row.output_len} out of a row: lower it, or give --max-prompt-len and --max-output-len"
+            )
+
+
 def plan(rows: Iterable[TraceRow], use: TraceUse, ids: Sequence[int], *, seed: int = 0) -> Iterator[PlannedRequest]:
     """The requests that `use` makes of `rows`, with generated prompts of token ids in `ids`.
 
     Rows without hash ids get a unique prompt, from `seed` and their index in the trace, so that slices and caps change
     no other row's prompt. Equal hash ids give equal tokens, whatever the row.
     """
-    prompts = _Prompts(ids, seed, block_len=math.ceil(use.hash_block_len * use.length_scale))
+    prompts = _Prompts(ids, seed, block_len=math.ceil(min(use.hash_block_len * use.length_scale, MAX_LEN)))
     for index, row, input_len, output_len in _used(rows, use, TraceCounts()):
         prompt = prompts.shared(row.hash_ids, input_len) if row.hash_ids else prompts.unique(index, input_len)
         yield PlannedRequest((row.at_s - use.begin_s) / use.speed, prompt, output_len)
@@ -161,7 +171,8 @@ def _used(rows: Iterable[TraceRow], use: TraceUse, counts: TraceCounts) -> Itera
         if not use.begin_s <= row.at_s < use.begin_s + use.duration_s:
             counts.num_outside += 1
             continue
-        lengths = [max(1, round(use.length_scale * length)) for length in (row.input_len, row.output_len)]
+        scaled = [min(use.length_scale * length, MAX_LEN + 1) for length in (row.input_len, row.output_len)]
+        lengths = [max(1, round(length)) for length in scaled]
         caps = (use.max_input_len, use.max_output_len)
         capped = [min(length, cap or length) for length, cap in zip(lengths, caps, strict=True)]
         if capped != lengths and use.too_long == "skip":
@@ -187,10 +198,11 @@ class _Prompts:
     def shared(self, hash_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         ids: list[int] = []
         for hash_id in hash_ids[: math.ceil(num_tokens / self._block_len)]:
-            if hash_id not in self._blocks:
-                self._blocks[hash_id] = self._draw(2 * hash_id + 1, self._block_len)
-            ids += self._blocks[hash_id]
-        return tuple(ids[:num_tokens])
+            length = min(self._block_len, num_tokens - len(ids))
+            if len(self._blocks.get(hash_id, ())) < length:  # fewer are the first ones of more
+                self._blocks[hash_id] = self._draw(2 * hash_id + 1, length)
+            ids += self._blocks[hash_id][:length]
+        return tuple(ids)
 
     def _draw(self, key: int, num_tokens: int) -> tuple[int, ...]:
         values = np.random.Philox(key=[key, self._seed]).random_raw(num_tokens)

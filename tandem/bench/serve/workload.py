@@ -251,7 +251,10 @@ class TraceWorkload:
     use: TraceUse
 
     def __str__(self) -> str:
-        return f"trace: {count(self.rows, self.use)}; ids {self.vocabulary.origin}"
+        limits = {"--num-requests": self.schedule.num_requests, "--duration": self.schedule.duration_s}
+        given = " and ".join(name for name, limit in limits.items() if limit is not None)
+        before = f", before {given}" if given else ""
+        return f"trace: {count(self.rows, self.use)}{before}; ids {self.vocabulary.origin}"
 
     def plan(self, run: int, rate: float | None) -> Iterator[PlannedRequest]:
         """A trace gives no more requests than it has rows, also at a given rate."""

@@ -189,9 +189,11 @@ class _Bench:
         if self._offers and not self._medium.keeps_pages:
             return
         self._run += 1
+        num_blocks = self._shape.num_blocks
         for name, source in self._sources.items():
-            self._offers[name, self._shape.num_blocks], seconds = source.offer(self._run, self._shape.num_blocks)
-            self._offers[name, 1], _ = source.offer(self._run, 1)
+            self._offers[name, num_blocks], seconds = source.offer(self._run, num_blocks)
+            if num_blocks > 1:  # else it is the same transfer, which can be offered once
+                self._offers[name, 1], _ = source.offer(self._run, 1)
             if self._medium.keeps_pages:
                 figures[name].save_s.append(seconds)
 

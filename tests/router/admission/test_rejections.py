@@ -81,6 +81,7 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_once() -> None:
     assert admission.num_rejected == {"wait_too_long": 1}
     assert raised.value.retry_after_s is not None
     assert 6.0 <= raised.value.retry_after_s <= 12.0, "seven wait, one a second begins"
+    assert raised.value.message.endswith(" s, 4 at most"), "0.8 of the queue's time, as predictions err"
     for _ in range(5):
         holder = await turns.get()
         now_s += 1.0

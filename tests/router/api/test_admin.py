@@ -101,6 +101,20 @@ async def test_an_explanation_predicts_the_next_request(run: Run) -> None:
         assert (trailers["tandem-decode"], trailers["tandem-reason"]) == ("idle", answer.reason)
 
 
+async def test_an_explanation_is_of_an_answer_of_usual_length(run: Run) -> None:
+    """One of a token or two would go where the prompt is computed first, however slow its decoding."""
+    decode = [FakeInstance("decode", name) for name in ("quick-prompts", "quick-tokens")]
+    decode[0].behaviour.step_cost = instance_pb2.StepCost(base_s=0.0195, per_token_s=1e-5)
+    decode[1].behaviour.step_cost = instance_pb2.StepCost(base_s=0.001, per_token_s=0.005)
+    for fake in decode:
+        fake.behaviour.num_batched_tokens = 512
+    async with operator(run, prefill=0, decode=decode, slo={"ttft_ms": 1000, "itl_ms": 20}) as (rig, stub):
+        answer = await stub.ExplainPick(asked(PROMPT), timeout=TIMEOUT_S)
+        picked = [one.instance_id for one in answer.decode if one.picked]
+        trailers = (await rig.generate(prompt=PROMPT, max_tokens=200)).trailers
+        assert picked == [trailers["tandem-decode"]] == ["quick-tokens"]
+
+
 async def test_the_pick_for_an_adapter_is_explained(run: Run) -> None:
     plain, poet = FakeInstance("decode", "plain"), FakeInstance("decode", "poet")
     poet.behaviour.lora_adapters = ["poet"]

@@ -72,6 +72,15 @@ def test_nixl_is_measured_next_to_a_bare_loop_and_names_its_transport() -> None:
     assert "digests off" not in output
 
 
+@pytest.mark.parametrize("connector", [("shared_storage",), ("nixl", "--tls", "tcp")])
+def test_a_single_block_is_measured_too(connector: tuple[str, ...], tmp_path: Path) -> None:
+    status, output = bench("--connector", *connector, "--blocks", "1", "--json", str(tmp_path / "j"))
+    assert status == 0, output
+    results = json.loads((tmp_path / "j").read_text())["results"]
+    assert [result["num_blocks"] for result in results] == [4, 1]
+    assert all(len(way["one_block_s"]) == 3 * 8 for result in results for way in result["ways"])
+
+
 def test_blocks_without_room_in_memory_are_an_error() -> None:
     with pytest.raises(TransferFailed, match="there is no memory for 65536 blocks of 1099511627776 bytes"):
         Shape(num_blocks=65536, block_bytes=1 << 40).memory()

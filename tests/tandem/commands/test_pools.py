@@ -17,7 +17,7 @@ from tandem.cli import main
 from tandem.client import channel, registry
 from tandem.client.registry import RunningStack, StackFolder
 from tandem.commands import pools
-from tandem.commands.pools import _pick_text, _pools_table
+from tandem.commands.pools import _pick_text, _pools_as_dict, _pools_table
 from tests.tandem.client.test_channel import frozen_server, notice_soon
 from tests.tandem.commands.background import WEIGHTS, Background
 
@@ -81,6 +81,17 @@ def test_instances_with_several_weights_show_them() -> None:
     header, *rows = _pools_table(pools_pb2.ListPoolsResponse(instances=instances)).splitlines()[:4]
     assert [line.split()[-1] for line in (header, *rows)] == ["WEIGHTS", "a" * 12, "b" * 12, "-"]
     assert "WEIGHTS" not in _pools_table(pools_pb2.ListPoolsResponse(instances=instances[1:]))
+
+
+def test_blocks_that_are_held_for_a_reader_are_in_use() -> None:
+    blocks = instance_pb2.BlockUsage(free=40, cached=20, running=10, held=25, quarantined=5)
+    load = instance_pb2.WatchLoadResponse(blocks=blocks)
+    instance = pools_pb2.PoolInstance(instance_id="prefill-0", num_blocks=100, load=load)
+    assert " 40% of 100 " in _pools_table(pools_pb2.ListPoolsResponse(instances=[instance]))
+    assert (
+        _pools_as_dict(pools_pb2.ListPoolsResponse(instances=[instance]))["instances"][0]["load"]["num_used_blocks"]
+        == 40
+    )
 
 
 def test_it_finds_the_stack_that_runs_here(stack: Background) -> None:

@@ -103,6 +103,14 @@ def test_no_figure_is_of_requests_that_the_load_cut_off() -> None:
     assert only.failures == {}
 
 
+def test_messages_that_differ_in_the_request_id_alone_are_one() -> None:
+    gone = "UNAVAILABLE: no decode instance is available (request id {})"
+    errors = [*map(gone.format, "abc"), "UNAVAILABLE: connection refused", "UNAVAILABLE: connection refused"]
+    report = summarise([record(1.0, [], error=error, status="UNAVAILABLE") for error in errors])
+    assert report.failures == {"UNAVAILABLE": 5}
+    assert report.errors == {"UNAVAILABLE": "no decode instance is available (request id c)"}
+
+
 def test_of_no_requests_everything_is_nothing() -> None:
     report = summarise([], Objectives(ttft_ms=1))
     assert report.requests_per_s == report.attainment == report.duration_s == report.ttft.p99 == 0

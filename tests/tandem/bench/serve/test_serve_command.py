@@ -470,6 +470,12 @@ def test_a_trace_is_replayed(serve: Serve, tmp_path: Path) -> None:
     status, _, errors = bench("--address", server.address, *replay)
     assert (status, server.num_requests) == (2, 0)
     assert "5000 + 3 tokens" in errors
+    status, _, errors = bench("--address", server.address, *replay, "--length-scale", "1e6")
+    assert (status, server.num_requests) == (2, 0)
+    assert "Error: --length-scale 1e+06 makes more than 16777216 tokens" in errors
+    status, _, errors = bench("--address", server.address, *replay, "--max-prompt-len", "5", "--too-long", "skip")
+    assert (status, server.num_requests) == (2, 0)
+    assert "skip leaves none: raise --max-prompt-len" in errors
     status, output, errors = bench("--address", server.address, *replay, "--max-prompt-len", "50", "--too-long", "skip")
     assert status == 0, errors
     assert "2 of 3 rows, 1 skipped as too long" in output

@@ -20,6 +20,7 @@ from tandem.bench.serve.traces import (
     TraceError,
     TraceRow,
     TraceUse,
+    check_lengths,
     count,
     plan,
     read_trace,
@@ -208,6 +209,26 @@ def test_rows_above_a_cap_are_cut_or_skipped_and_counted(too_long: Any) -> None:
     else:
         assert (counts.num_cut, counts.num_skipped, len(planned)) == (0, num_above, 300 - num_above)
         assert str(counts) == f"{300 - num_above} of 300 rows, {num_above} skipped as too long"
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e308])
+@pytest.mark.parametrize("lengths", [(300, 1), (1, 300)])
+def test_a_row_that_is_too_long_once_it_is_scaled_is_rejected(lengths: tuple[int, int], scale: float) -> None:
+    rows, use = [TraceRow(0.0, *lengths)], TraceUse(length_scale=scale)
+    with pytest.raises(ValueError, match=r"--length-scale 1e\+\d+ makes more than 16777216 tokens of the "):
+        check_lengths(rows, use)
+    capped = TraceUse(length_scale=scale, max_input_len=50, max_output_len=60)
+    check_lengths(rows, capped)
+    assert count(rows, capped).num_cut == 1
+
+
+@pytest.mark.parametrize("use", [{"length_scale": 1e308}, {"hash_block_len": 1 << 60}])
+def test_of_a_long_block_only_the_tokens_that_a_prompt_has_are_made(use: dict[str, Any]) -> None:
+    rows = [TraceRow(0.0, length, 1, (7,)) for length in (20, 40, 30)]
+    prompts = [one.prompt_token_ids for one in plan(rows, TraceUse(max_input_len=40, max_output_len=1, **use), IDS)]
+    longest = max(prompts, key=len)
+    assert len(longest) == 40
+    assert all(longest[: len(prompt)] == prompt for prompt in prompts)
 
 
 def test_prompts_are_the_same_in_every_process() -> None:

@@ -211,7 +211,11 @@ def test_a_traces_prompts_are_ordinary_shared_by_hash_id_and_new_in_every_run() 
 
 def test_cut_and_skipped_rows_of_a_trace_are_reported() -> None:
     assert "1 skipped as too long" in str(trace(max_input_len=600, too_long="skip"))
-    assert "4 of 4 rows, 1 cut to the cap" in str(trace(max_input_len=600))
+    assert "4 of 4 rows, 1 cut to the cap; ids" in str(trace(max_input_len=600))
+    limited = Schedule(num_requests=2, duration_s=3.5)
+    assert "4 of 4 rows, 1 cut to the cap, before --num-requests and --duration; ids" in str(
+        trace(limited, max_input_len=600)
+    )
 
 
 def test_a_length_is_a_number_or_a_range() -> None:
