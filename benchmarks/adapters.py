@@ -1,9 +1,9 @@
 """Speed of requests with LoRA adapters beside those without, of one engine, in turns in one run.
 
-    python -m benchmarks.adapters [--shape 33m] [--rank 16] [--repeat 3]
+    python -m benchmarks.adapters [--shape 33m] [--rank 16] [--adapters 1 --adapters 32] [--repeat 3]
 
-Random weights of one shape, adapters of all linear layers, bfloat16, greedy, forced length. Ratios below 1: slower than
-without an adapter.
+Random weights of one shape, adapters of all linear layers, bfloat16, greedy, forced length. The requests of a batch
+have so many different adapters, by turns. Ratios below 1: slower than without an adapter.
 """
 
 from __future__ import annotations
@@ -22,22 +22,18 @@ from benchmarks.engine_vs_transformers import WORKS, Work, timed
 from benchmarks.shapes import SHAPES, write_config
 from engine import LLM, SamplingParams
 
-NUM_ADAPTERS = 4
-KINDS = {"none": 0, "one": 1, "four": NUM_ADAPTERS}
-"""How many different adapters the requests of a batch have, by turns."""
-
 
 @click.command(help=__doc__)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="33m", show_default=True)
 @click.option("--rank", default=16, show_default=True)
+@click.option("--adapters", "counts", multiple=True, default=[1, 4, 32], show_default=True)
 @click.option("--repeat", default=3, show_default=True, help="Runs of each; the median counts.")
 @click.option("--threads", default=2, show_default=True)
-def main(shape: str, rank: int, repeat: int, threads: int) -> None:
+def main(shape: str, rank: int, counts: tuple[int, ...], repeat: int, threads: int) -> None:
+    kinds = (0, *counts)
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder) / "model", shape)
-        adapters = {
-            f"a{index}": write_adapter(Path(folder) / f"a{index}", shape, rank) for index in range(NUM_ADAPTERS)
-        }
+        adapters = {f"a{index}": write_adapter(Path(folder) / f"a{index}", shape, rank) for index in range(max(counts))}
         llm = LLM(
             model,
             dtype="bfloat16",
@@ -48,13 +44,13 @@ def main(shape: str, rank: int, repeat: int, threads: int) -> None:
             enable_prefix_caching=False,
             lora_adapters=adapters,
         )
-    click.echo(f"{shape}, rank {rank}, bfloat16, {threads} threads\n{'work':12} " + " ".join(f"{k:>16}" for k in KINDS))
-    for work in WORKS:
-        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    click.echo(f"{shape}, rank {rank}, bfloat16, {threads} threads\n{'work':12} " + " ".join(f"{k:>16}" for k in kinds))
+    for work in (*WORKS, Work(1, 1024, 1)):
+        seconds: dict[int, list[float]] = {kind: [] for kind in kinds}
         for _ in range(repeat + 1):
-            for kind, num_adapters in KINDS.items():
+            for num_adapters in kinds:
                 names = [f"a{index % num_adapters}" if num_adapters else "" for index in range(work.num_requests)]
-                seconds[kind].append(timed(partial(generate, llm, work, names)))
+                seconds[num_adapters].append(timed(partial(generate, llm, work, names)))
         medians = [statistics.median(times[1:]) for times in seconds.values()]  # the first is a warm-up
         num_tokens = work.num_requests * (work.output_len if work.output_len > 1 else work.input_len)
         shown = [f"{num_tokens / median:8.1f} ({medians[0] / median:5.2f})" for median in medians]
@@ -80,8 +76,8 @@ def write_adapter(folder: Path, shape: str, rank: int) -> Path:
     for layer in range(sizes["num_hidden_layers"]):
         for name, (outputs, inputs) in projections.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs) * inputs**-0.5
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank) * 0.1
+            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, inputs) * inputs**-0.5).bfloat16()
+            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(outputs, rank) * 0.1).bfloat16()
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))

@@ -270,14 +270,17 @@ def load(typingctx, base, index):
 
 
 def put_floats(builder, base, index, vector, element):
-    """Writes elements [index, index + 16) of the numba type `element`: rounded to nearest, ties to even; NaN stays."""
+    """Writes elements [index, index + 16) of the numba type `element`, rounded as by `as_element`."""
+    rounded = as_element(builder, vector, element)
+    align = 4 if element == types.float32 else 2
+    builder.store(rounded, vector_at(builder, base, index, rounded.type), align=align)
+
+
+def as_element(builder, vector, element):
+    """The floats as sixteen numbers of the numba type `element`: rounded to nearest, ties to even; NaN stays."""
     if element == types.float32:
-        builder.store(vector, vector_at(builder, base, index), align=4)
-    elif element == types.int16:
-        narrow = builder.fptrunc(vector, _FLOAT16S)
-        builder.store(narrow, vector_at(builder, base, index, _FLOAT16S), align=2)
-    else:
-        builder.store(_as_bfloat16(builder, vector), vector_at(builder, base, index, _HALVES), align=2)
+        return vector
+    return builder.fptrunc(vector, _FLOAT16S) if element == types.int16 else _as_bfloat16(builder, vector)
 
 
 @intrinsic

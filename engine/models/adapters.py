@@ -8,13 +8,21 @@ form: adapter_config.json and adapter_model.safetensors.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from safetensors import SafetensorError
 
 from engine.adapter_config import WEIGHTS, AdapterConfig
+from engine.attention.compilation import multiplies_pairs
+from engine.attention.cpu import is_compiled_for
+from engine.attention.openmp import launcher, launcher_for
+from engine.attention.simd import WIDTH
 from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
+from engine.models.adapter_kernels import RANKS, VECTORS, add_address, order_address, project_address
 from engine.models.config import ModelConfig
 from engine.models.linear import Linear, make_linear
 from engine.models.weights import cut_of, of_other_stages, open_tensors, shortened
@@ -34,9 +42,10 @@ class Adapters:
     ) -> None:
         """`folders` by name: an adapter's index is its place among the sorted names. Raises InvalidCheckpoint,
         UnsupportedModel."""
-        self.are_stacked = True
+        self.are_compiled = True
         """In all layers, so that the launches of a step do not depend on its adapters."""
         self._tokens: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None
         self._groups: list[tuple[int, torch.Tensor]] | None = None
         configs = [AdapterConfig.read(name, folders[name]) for name in sorted(folders)]
         self._files = [_AdapterFile(one, part, config, dtype=dtype, device=device) for one in configs]
@@ -50,7 +59,19 @@ class Adapters:
 
     @tokens.setter
     def tokens(self, tokens: torch.Tensor | None) -> None:
-        self._tokens, self._groups = tokens, None
+        self._tokens = None if tokens is None else tokens.contiguous()
+        self._order = self._groups = None
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int64 [num_tokens]: the tokens of a step on CPU, some of which have an adapter, adapter by adapter."""
+        if self._order is None:
+            assert self._tokens is not None
+            self._order, ends = torch.empty_like(self._tokens), self._tokens.new_empty(self._num_adapters + 1)
+            places = (one.data_ptr() for one in (self._tokens, self._order, ends))
+            arguments = _OrderArguments(0, len(self._tokens), self._num_adapters, *places)
+            launcher(order_address())(None, arguments)
+        return self._order
 
     @property
     def groups(self) -> list[tuple[int, torch.Tensor]]:
@@ -65,12 +86,11 @@ class Adapters:
         """`base`, which has the projections `parts` (name -> output features of the whole model) of one input, with
         what adapters add to them. Raises InvalidCheckpoint for a tensor that does not fit."""
         pairs = [file.take(parts, in_features) for file in self._files]
-        num_columns = sum(len(pair[0]) for pair in pairs if pair is not None)
-        if num_columns == 0:
+        if not any(pairs):
             return base
-        if num_columns <= _MOST_STACKED:
-            return StackedAdapters(base, pairs, self)
-        self.are_stacked = False
+        if CompiledAdapters.supports(pairs):
+            return CompiledAdapters(base, pairs, self)
+        self.are_compiled = False
         return GroupedAdapters(base, pairs, self)
 
     def finish(self) -> None:
@@ -80,47 +100,98 @@ class Adapters:
         self._files.clear()
 
 
-_MOST_STACKED = 256
-"""Columns of all adapters together. More would make a step read as much for them as for a layer's weights."""
+_BLOCK = 4 * VECTORS
+"""Vectors of outputs of a task."""
+_Arguments = ctypes.c_int64 * 15
+_OrderArguments = ctypes.c_int64 * 6
+_project_of, _add_of = (
+    {in_pairs: functools.partial(address_of, in_pairs=in_pairs) for in_pairs in (False, True)}
+    for address_of in (project_address, add_address)
+)
 _LowRank = tuple[torch.Tensor, torch.Tensor]
-"""A [rank, in_features], and B times the scale [out_features, rank], of one adapter and all projections of a layer."""
+"""A [rank, in_features], and B times the scale [out_features, rank], of one adapter and one projection, with rank 0
+where the adapter leaves it as it is."""
+_Pairs = Sequence[Sequence[_LowRank] | None]
+"""By index of the adapter, of each projection of a layer; None: the adapter leaves all of them as they are."""
 
 
-class StackedAdapters:
-    """A linear layer, and what its tokens' adapters add: two products for the A and the B of all adapters, between
-    which a token keeps the columns of its own. The launches are the same in each step, so that it can be recorded. A
-    token's bits depend neither on the other tokens nor on their adapters."""
+class CompiledAdapters:
+    """A linear layer, and what its tokens' adapters add, by kernels that read the adapters in use alone: two launches,
+    which are the same in each step, so that it can be recorded. A token's bits depend neither on the other tokens nor
+    on their adapters."""
 
-    def __init__(self, base: Linear, pairs: Sequence[_LowRank | None], adapters: Adapters) -> None:
-        """`pairs`: by index of the adapter."""
+    def __init__(self, base: Linear, pairs: _Pairs, adapters: Adapters) -> None:
         self._base = base
         self._adapters = adapters
-        downs, ups = zip(*(pair for pair in pairs if pair is not None), strict=True)
-        down, up = torch.cat(downs), torch.cat(ups, dim=1)
-        is_odd = len(down) % 2  # kernels of bfloat16 take pairs of inputs
-        self._down = make_linear(torch.nn.functional.pad(down, (0, 0, 0, is_odd)))
-        self._up = make_linear(torch.nn.functional.pad(up, (0, is_odd)))
-        owners = [index for index, pair in enumerate(pairs) for _ in (pair[0] if pair is not None else ())]
-        columns = torch.tensor([*owners, *[-1] * is_odd], device=down.device)
-        self._is_others = columns != torch.arange(len(pairs) + 1, device=down.device)[:, None]
+        dtype = _first(pairs)[0][0].dtype
+        in_pairs = dtype == torch.bfloat16 and multiplies_pairs()
+        self._per_number = 2 if in_pairs else 1
+        self._matrices: list[torch.Tensor] = []  # to which the table points
+        self._num_fields = 2 + 3 * len(_first(pairs))
+        entries = [self._entry(pair) for pair in pairs]
+        self._table = torch.tensor(entries, dtype=torch.int64, device="cpu")
+        self._blocks = torch.tensor(_blocks([len(up) // WIDTH for _, up in _first(pairs)]), device="cpu")
+        widest = int(self._table[:, 1].max())
+        self._low_size = -(-widest // RANKS) * RANKS
+        self._low_dtype = torch.bfloat16 if in_pairs else torch.float32
+        self._project = launcher_for(_project_of[in_pairs], dtype)
+        self._add = launcher_for(_add_of[in_pairs], dtype)
+
+    @staticmethod
+    def supports(pairs: _Pairs) -> bool:
+        """On CPU, whole vectors of inputs and outputs."""
+        down, _ = _first(pairs)[0]
+        size = 2 * WIDTH if down.dtype == torch.bfloat16 and multiplies_pairs() else WIDTH
+        are_whole = down.shape[1] % size == 0 and all(len(up) % WIDTH == 0 for _, up in _first(pairs))
+        return down.device.type == "cpu" and is_compiled_for(down.dtype) and are_whole
+
+    def _entry(self, pairs: Sequence[_LowRank] | None) -> list[int]:
+        """The adapter's row of the table."""
+        if pairs is None:
+            return [0] * self._num_fields
+        whole = [_with_whole_numbers(*pair, self._per_number) for pair in pairs]
+        down = self._kept(torch.cat([down for down, _ in whole]).unflatten(1, (-1, WIDTH, self._per_number)), RANKS)
+        entry, place = [down.data_ptr(), sum(len(down) for down, _ in whole)], 0
+        for _, up in whole:
+            by_vector = up.unflatten(0, (-1, WIDTH)).unflatten(2, (-1, self._per_number)).transpose(1, 2)
+            num_numbers = by_vector.shape[1]
+            entry += [place, num_numbers, self._kept(by_vector, VECTORS).data_ptr()]
+            place += num_numbers
+        return entry
+
+    def _kept(self, matrix: torch.Tensor, panel: int) -> torch.Tensor:
+        """[items, numbers, 16, elements of a number] in panels of so many items, each number by number."""
+        self._matrices.append(torch.cat([one.transpose(0, 1).flatten() for one in matrix.split(panel)]))
+        return self._matrices[-1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
         y, tokens = self._base(x), self._adapters.tokens
-        if tokens is None:
+        num_rows = len(x)
+        if tokens is None or not num_rows:
             return y
-        low = self._down(x).masked_fill_(self._is_others.index_select(0, tokens), 0)
-        return y.add_(self._up(low))
+        x, order, table = x.contiguous(), self._adapters.order, self._table
+        low = torch.empty((num_rows, self._low_size), dtype=self._low_dtype, device="cpu")
+        num_threads = torch.get_num_threads()
+        chunk = 4 if num_rows <= 64 * num_threads else 32
+        num_parts = min(4, -(-2 * num_threads * chunk // num_rows))
+        rows = num_rows, chunk, num_parts, order.data_ptr(), tokens.data_ptr()
+        common = 0, *rows, len(table), table.data_ptr(), table.shape[1]
+        inputs = x.shape[1] // self._per_number, x.data_ptr()
+        self._project(num_threads, _Arguments(*common, *inputs, self._low_size, low.data_ptr()))
+        blocks = self._blocks.data_ptr(), len(self._blocks)
+        numbers = self._low_size // self._per_number, low.data_ptr()
+        self._add(num_threads, _Arguments(*common, *blocks, *numbers, y.shape[1], y.data_ptr()))
+        return y
 
 
 class GroupedAdapters:
-    """The same with two products for each adapter in use, of its tokens alone: for many adapters."""
+    """The same by torch, where there are no kernels: two products for each adapter in use, of its tokens alone."""
 
-    def __init__(self, base: Linear, pairs: Sequence[_LowRank | None], adapters: Adapters) -> None:
-        """`pairs`: by index of the adapter."""
+    def __init__(self, base: Linear, pairs: _Pairs, adapters: Adapters) -> None:
         self._base = base
         self._adapters = adapters
-        self._pairs = [pair and (make_linear(pair[0]), make_linear(pair[1])) for pair in pairs]
+        self._pairs = [None if pair is None else _as_layers(pair) for pair in pairs]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype."""
@@ -132,6 +203,33 @@ class GroupedAdapters:
                 down, up = pair
                 y.index_add_(0, rows, up(down(x.index_select(0, rows))))
         return y
+
+
+def _first(pairs: _Pairs) -> Sequence[_LowRank]:
+    """Those of the first adapter that has any."""
+    return next(pair for pair in pairs if pair is not None)
+
+
+def _as_layers(pairs: Sequence[_LowRank]) -> tuple[Linear, Linear]:
+    """All projections as one: each B has the columns of its own A."""
+    downs, ups = zip(*pairs, strict=True)
+    return make_linear(torch.cat(downs)), make_linear(torch.block_diag(*ups))
+
+
+def _with_whole_numbers(down: torch.Tensor, up: torch.Tensor, per_number: int) -> _LowRank:
+    """With one more rank of zeros where they are not a multiple of `per_number`."""
+    missing = -len(down) % per_number
+    return torch.nn.functional.pad(down, (0, 0, 0, missing)), torch.nn.functional.pad(up, (0, missing))
+
+
+def _blocks(sizes: Sequence[int]) -> list[list[int]]:
+    """The tasks of `add_address` for projections of so many vectors of outputs."""
+    starts = itertools.accumulate([0, *sizes])
+    return [
+        [projection, start * WIDTH, first, min(_BLOCK, size - first), size]
+        for projection, (start, size) in enumerate(zip(starts, sizes, strict=False))
+        for first in range(0, size, _BLOCK)
+    ]
 
 
 class _AdapterFile:
@@ -153,35 +251,25 @@ class _AdapterFile:
         if not self._left:
             raise InvalidCheckpoint(f"{config.title}: {WEIGHTS} has no tensors")
 
-    def take(self, parts: Mapping[str, int], in_features: int) -> _LowRank | None:
-        """The rank's part of what the adapter adds to the projections `parts` of one input; None: nothing.
-        The A of several projections are stacked, and each B has the columns of its own."""
+    def take(self, parts: Mapping[str, int], in_features: int) -> list[_LowRank] | None:
+        """The rank's part of what the adapter adds to each of the projections `parts` of one input; None: nothing."""
         pairs = [self._pair(name, size, in_features) for name, size in parts.items()]
-        ranks = [0 if down is None else len(down) for down, _ in pairs]
-        if not any(ranks):
+        if not any(len(down) for down, _ in pairs):
             return None
-        ups = [
-            torch.nn.functional.pad(up, (sum(ranks[:place]), sum(ranks[place + 1 :])))
-            for place, (_, up) in enumerate(pairs)
-        ]
-        downs = [down for down, _ in pairs if down is not None]
-        down, up = (torch.cat(stacked).to(self._device, self._dtype) for stacked in (downs, ups))
-        if not (
-            down.isfinite().all() and up.isfinite().all()
-        ):  # zeros for other adapters' tokens would not remove them
+        pairs = [(down.to(self._device, self._dtype), up.to(self._device, self._dtype)) for down, up in pairs]
+        if not all(matrix.isfinite().all() for pair in pairs for matrix in pair):  # each of its requests would fail
             named = ", ".join(f"{name}.lora" for name in parts)
             raise InvalidCheckpoint(
                 f"{self._config.title}: tensors of {named} have numbers that are not finite {self._dtype}"
             )
-        return down, up
+        return pairs
 
-    def _pair(self, name: str, out_features: int, in_features: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The rank's part of A, and of B times the scale: float32 [rank, in_features] and [out_features, rank], with
-        rank 0 where the adapter leaves the projection as it is."""
+    def _pair(self, name: str, out_features: int, in_features: int) -> _LowRank:
+        """The rank's part of A, and of B times the scale, float32."""
         names = [f"{_PREFIX}{name}.lora_{letter}.weight" for letter in "AB"]
         cut = cut_of(self._part, self._model, f"{name}.weight", (out_features, in_features))
         if self._left.isdisjoint(names):
-            return None, torch.zeros((out_features if cut is None or cut[0] else cut[2], 0))
+            return _of_this_rank(torch.zeros((0, in_features)), torch.zeros((out_features, 0)), cut)
         down, up = map(self._read, names)
         rank = max((1, *down.shape[:1]))
         for tensor_name, tensor, shape in zip(
@@ -193,10 +281,7 @@ class _AdapterFile:
                     f"layer requires {list(shape)}"
                 )
         self._left.difference_update(names)
-        up = up * self._config.scale(rank)
-        if cut is not None:  # of the inputs or of the outputs
-            down, up = (down.narrow(*cut), up) if cut[0] else (down, up.narrow(*cut))
-        return down, up
+        return _of_this_rank(down, up * self._config.scale(rank), cut)
 
     def _read(self, name: str) -> torch.Tensor:
         """float32."""
@@ -220,3 +305,10 @@ class _AdapterFile:
                 f"{self._config.title}: {WEIGHTS} has tensors that are not supported: {named}; supported: those of "
                 f"{_SUPPORTED}"
             )
+
+
+def _of_this_rank(down: torch.Tensor, up: torch.Tensor, cut: tuple[int, int, int] | None) -> _LowRank:
+    """`cut`: of the inputs or of the outputs."""
+    if cut is None:
+        return down, up
+    return (down.narrow(*cut), up) if cut[0] else (down, up.narrow(*cut))

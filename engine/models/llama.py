@@ -89,7 +89,7 @@ class LlamaModel:
     @property
     def records_adapters(self) -> bool:
         """Whether the launches of a step do not depend on its adapters."""
-        return self._adapters is not None and self._adapters.are_stacked
+        return self._adapters is not None and self._adapters.are_compiled
 
     @torch.inference_mode()
     def forward(

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import engine.models.adapters
 from engine import LLM, SamplingParams
 from engine.adapter_config import AdapterConfig
 from engine.attention.compilation import has_wide_registers
 from engine.errors import CheckpointChanged, EngineError, InvalidCheckpoint, InvalidRequest, UnsupportedModel
 from engine.identity import CheckpointState
+from engine.models.adapters import CompiledAdapters
 from tests.builders import lively_checkpoint, merged, write_adapter
 from tests.oracle import GreedyOracle, random_prompts
 
@@ -120,30 +120,39 @@ def test_the_bits_of_an_answer_do_not_depend_on_chunks_batch_or_drafts(
     assert generate(make_llm(model, adapters, dtype=dtype, **options), NAMES) == reference
 
 
+@pytest.fixture(params=[True, False], ids=["compiled", "torch"])
+def is_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether what adapters add is computed by kernels, or by torch as where there are none."""
+    if not request.param:
+        monkeypatch.setattr(CompiledAdapters, "supports", lambda pairs: False)
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("most_stacked", [256, 0], ids=["stacked", "grouped"])
 def test_recorded_steps_have_the_bits_of_others(
-    dtype: str, most_stacked: int, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    dtype: str, is_compiled: bool, model: Path, adapters: dict[str, Path]
 ) -> None:
     """The adapters of a size's rows change from batch to batch; steps without one have recordings of their own."""
-    monkeypatch.setattr(engine.models.adapters, "_MOST_STACKED", most_stacked)
     llm, plain = (make_llm(model, adapters, dtype=dtype, enable_prefix_caching=False) for _ in range(2))
-    recorded = llm.core._executor._model  # type: ignore[attr-defined]
-    plain.core._executor._model = plain.core._executor._model._model  # type: ignore[attr-defined]
+    recorded, unrecorded = (one.core._executor._model for one in (llm, plain))  # type: ignore[attr-defined]
+    plain.core._executor._model = getattr(unrecorded, "_model", unrecorded)  # type: ignore[attr-defined]
     for names in (NAMES, NAMES[::-1], [""] * len(NAMES), ["all"] * len(NAMES)):
         assert generate(llm, names) == generate(plain, names)
     if has_wide_registers():
-        assert {adapts for _, adapts in recorded._graphs} == ({True, False} if most_stacked else {False})
+        assert {adapts for _, adapts in recorded._graphs} == ({True, False} if is_compiled else {False})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_adapters_compute_what_few_do(
-    dtype: str, model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    dtype: str, is_compiled: bool, model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of each adapter in use alone, rather than all of them together."""
-    stacked = generate(make_llm(model, adapters, dtype=dtype), NAMES)
-    monkeypatch.setattr(engine.models.adapters, "_MOST_STACKED", 0)
-    assert generate(make_llm(model, adapters, dtype=dtype), NAMES) == stacked
+    """An answer's bits depend on no other adapter that is loaded, nor on those in its batch."""
+    few = generate(make_llm(model, adapters, dtype=dtype), NAMES)
+    others = {f"o{seed}": write_adapter(tmp_path / f"o{seed}", model, rank=seed, seed=seed) for seed in range(1, 31)}
+    llm = make_llm(model, {**adapters, **others}, dtype=dtype)
+    answers = generate(llm, [*NAMES, *others], [*PROMPTS, *(PROMPTS[1],) * len(others)])
+    assert answers[: len(NAMES)] == few
+    assert len({tuple(token_ids) for token_ids, _ in answers[len(NAMES) :]}) > len(others) / 2
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
