@@ -80,7 +80,9 @@ def write_adapter(folder: Path, shape: str, rank: int) -> Path:
             tensors[f"{prefix}.lora_B.weight"] = (torch.randn(outputs, rank) * 0.1).bfloat16()
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    modules = [name.rpartition(".")[2] for name in projections]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks import page, vllm_hand_over
 from benchmarks.engine_vs_transformers import timed
 from benchmarks.peers import shapes_option, vllm_python_option
-from benchmarks.peers.engine_vs_vllm import DECODING, WORKS, Comparison, both_sides
+from benchmarks.peers.engine_vs_vllm import DECODING, NUM_ADAPTERS, WITH_ADAPTERS, WORKS, Comparison, both_sides
 from benchmarks.shapes import bytes_of_step, operations_of_prefill
 from tandem.bench.serve.report import machine, versions
 
@@ -104,6 +104,11 @@ def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, thread
                 found = sides.compare(work, repeat)
                 rows.append(engine_row(shape, str(work), found))
                 limits += [(shape, *share) for share in shares(shape, found, speed)]
+                click.echo(" ".join(rows[-1]))
+        with both_sides(vllm_python, shape, threads, num_adapters=NUM_ADAPTERS) as sides:
+            for work in WITH_ADAPTERS[shape]:
+                found = sides.compare(work, repeat)
+                rows.append(engine_row(shape, f"{work}, {NUM_ADAPTERS} LoRA adapters", found))
                 click.echo(" ".join(rows[-1]))
         with both_sides(vllm_python, shape, threads, is_cached=True) as sides:
             for work in DECODING[shape]:

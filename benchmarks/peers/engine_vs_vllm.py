@@ -1,11 +1,13 @@
 """The built-in engine against vLLM's offline `LLM`, the same random-weight shapes, in turns in one run.
 
     python -m benchmarks.peers.engine_vs_vllm [--vllm-python .venv-vllm/bin/python] [--shape 33m] [--work 1x1024->1]
+                                              [--adapters 4]
 
 `make test-vllm` makes that environment. Each side is a process that loads the shape once and computes what it is asked
 for; the other one waits meanwhile. Greedy, forced length, eager, prefix caches off, new prompts in each run. Decoding
 is measured alone too, with cached prompts: the time of all tokens less that of the first. The median of the repeats
-counts, and what is compared is the ratio: above 1 the built-in engine is faster.
+counts, and what is compared is the ratio: above 1 the built-in engine is faster. With adapters, the requests of a work
+have so many LoRA adapters of rank 16 in all linear layers by turns, and decoding is not measured alone.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
+from benchmarks.adapters import write_adapter
 from benchmarks.engine_vs_transformers import Work, measure_bandwidth
 from benchmarks.peers import shapes_option, vllm_python_option
+from benchmarks.peers.offline_peer import RANK
 from benchmarks.shapes import write_config
 
 WORKS = {
@@ -39,6 +43,8 @@ WORKS = {
     ],
 }  # fmt: skip
 DECODING = {"33m": [Work(16, 4032, 64)], "0.6b": [Work(1, 32, 64)]}
+WITH_ADAPTERS = {"33m": [Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1)], "0.6b": [Work(8, 32, 64)]}
+NUM_ADAPTERS = 4
 _LONGEST = 4096
 _PEER = Path(__file__).with_name("offline_peer.py")
 _NAMES = dict.fromkeys(str(work) for works in WORKS.values() for work in works)
@@ -130,14 +136,17 @@ class Sides:
 @click.option("--work", "only", multiple=True, type=click.Choice(list(_NAMES)), help="Only these.")
 @click.option("--repeat", default=5, show_default=True, help="Runs of each side; the median counts.")
 @click.option("--threads", default=2, show_default=True, help="Threads of both sides.")
-def main(vllm_python: Path, shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int) -> None:
+@click.option("--adapters", default=0, show_default=True, help="LoRA adapters that the requests have by turns.")
+def main(
+    vllm_python: Path, shapes: tuple[str, ...], only: tuple[str, ...], repeat: int, threads: int, adapters: int
+) -> None:
     click.echo(f"memory read {measure_bandwidth(threads) / 1e9:.0f} GB/s, {threads} threads, bfloat16")
     click.echo(f"{'shape':6} {'work':18} {'engine s':>9} {'vLLM s':>9} {'ratio':>6}  {'least':>6} {'most':>6}")
     for shape in shapes:
-        with both_sides(vllm_python, shape, threads) as sides:
+        with both_sides(vllm_python, shape, threads, num_adapters=adapters) as sides:
             for work in _chosen(WORKS[shape], only):
                 _show(shape, str(work), sides.compare(work, repeat))
-        if decoding := _chosen(DECODING[shape], only):
+        if not adapters and (decoding := _chosen(DECODING[shape], only)):
             with both_sides(vllm_python, shape, threads, is_cached=True) as sides:
                 for work in decoding:
                     _show(shape, f"{work} alone", sides.compare_decoding(work, repeat))
@@ -154,25 +163,37 @@ def _show(shape: str, name: str, found: Comparison) -> None:
 
 
 @contextmanager
-def both_sides(vllm_python: Path, shape: str, threads: int, *, is_cached: bool = False) -> Iterator[Sides]:
+def both_sides(
+    vllm_python: Path, shape: str, threads: int, *, is_cached: bool = False, num_adapters: int = 0
+) -> Iterator[Sides]:
     """Started one after the other, so that the times until they are ready can be compared; `is_cached`: with prefix
     caches."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _side(sys.executable, "tandem", write_config(Path(folder), shape), threads, is_cached) as ours,
-        _side(str(vllm_python), "vllm", Path(folder), threads, is_cached) as theirs,
-    ):
-        yield Sides(ours, theirs, threads)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder) / "model", shape)
+        adapters = [write_adapter(Path(folder) / str(index), shape, RANK) for index in range(num_adapters)]
+        options = {
+            "model": str(model),
+            "max_model_len": _LONGEST,
+            "threads": threads,
+            "cached": is_cached,
+            "adapters": [str(adapter) for adapter in adapters],
+        }
+        with (
+            _side(sys.executable, {"engine": "tandem", **options}) as ours,
+            _side(str(vllm_python), {"engine": "vllm", **options}) as theirs,
+        ):
+            yield Sides(ours, theirs, threads)
 
 
 @contextmanager
-def _side(python: str, engine: str, folder: Path, threads: int, is_cached: bool) -> Iterator[Side]:
+def _side(python: str, options: dict[str, Any]) -> Iterator[Side]:
     vllm = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
-    environment = {**os.environ, **vllm, "VLLM_CPU_OMP_THREADS_BIND": cores} if engine == "vllm" else None
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: options["threads"]])
+    is_vllm = options["engine"] == "vllm"
+    environment = {**os.environ, **vllm, "VLLM_CPU_OMP_THREADS_BIND": cores} if is_vllm else None
     started = time.monotonic()
     process = subprocess.Popen(
-        [python, str(_PEER), engine, str(folder), str(_LONGEST), str(threads), *(["cached"] if is_cached else [])],
+        [python, str(_PEER), json.dumps(options)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
