@@ -143,6 +143,7 @@ def load_model(
         dtype=dtype,
         device=device,
         softcap=config.softcap,
+        has_sinks=config.has_sinks,
     )
     dummy_seed = engine.seed if engine.load_format == "dummy" else None
     if not isinstance(config, ModelConfig):
