@@ -282,7 +282,7 @@ def test_a_quantised_checkpoint_is_refused_for_that_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The extra would not help."""
-    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    config = {"architectures": ["Gemma2ForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setitem(sys.modules, "engine.models.transformers_backend", None)
     with pytest.raises(UnsupportedModel, match=r"^quantization_config \('mxfp4'\) is not supported"):
