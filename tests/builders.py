@@ -60,6 +60,7 @@ _PER_ARCHITECTURE: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 200.0,
     },
     "mistral": {"sliding_window": 24, "head_dim": 16},
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 96},
 }
 

@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether this backend can run with these sizes on this device."""
 
-    def forward(
+    def forward(  # noqa: PLR0913 - as many as attention has
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -77,9 +77,12 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [num_queries, num_heads, head_dim], key/value [num_tokens, num_kv_heads, head_dim] ->
         [num_queries, num_heads, head_dim] in query's dtype. `sliding_window` w: position p sees (p - w, p].
+        `sinks` float32 [num_heads], contiguous: a score of each head that takes its part of the softmax's sum, without
+        a value; -inf is none.
 
         Queries are those of `metadata.query_start_loc`, keys and values those of its slot_mapping: of the same tokens,
         but in a model's last layer, where only some queries are needed."""
@@ -99,15 +102,21 @@ def select_backend(
     dtype: torch.dtype,
     device: torch.device,
     softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> AttentionBackend:
     """The backend called `name`; "auto" takes the fastest that supports these sizes on this device.
 
-    With `softcap` c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2).
+    With `softcap` c, a score s becomes c * tanh(s / c) before the softmax (Gemma 2). `has_sinks`: layers have attention
+    sinks (gpt-oss), which the library flash-attn does not compute.
     Raises UnsupportedModel for an unknown name or unsupported sizes.
     """
     if name not in (*BACKENDS, "auto"):
         raise UnsupportedModel(f"attention backend {shown(name)} is not known; known: auto, {', '.join(BACKENDS)}")
     for candidate in _AUTO.get(device.type, ("reference",)) if name == "auto" else (name,):
+        if has_sinks and candidate == "flash":
+            if name == "auto":
+                continue
+            raise UnsupportedModel("attention backend flash has no attention sinks, which the model needs")
         package = _PACKAGES.get(candidate)
         if package is not None and not _is_installed(package):
             if name == "auto":

@@ -24,7 +24,7 @@ TILE_TOKENS = 32
 
 _TilesArguments = ctypes.c_int64 * 4
 _WriteArguments = ctypes.c_int64 * 13
-_AttentionArguments = ctypes.c_int64 * 19
+_AttentionArguments = ctypes.c_int64 * 20
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class CpuAttention:
         fits = head_dim % WIDTH == 0 and block_size % WIDTH == 0
         return device.type == "cpu" and is_compiled_for(dtype) and fits
 
-    def forward(
+    def forward(  # noqa: PLR0913 - as many as attention has
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -64,6 +64,7 @@ class CpuAttention:
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. Row strides are free; within a row elements are contiguous."""
         plan = self._plan
@@ -71,7 +72,7 @@ class CpuAttention:
             plan = self._plan = _make_plan(metadata)
             self._metadata = metadata
         _write_kv(key, value, kv_cache, layer, metadata.slot_mapping)
-        return self._attend_tiles(query, kv_cache, layer, metadata, plan, scale, sliding_window)
+        return self._attend_tiles(query, kv_cache, layer, metadata, plan, scale, sliding_window, sinks)
 
     def _attend_tiles(
         self,
@@ -82,12 +83,14 @@ class CpuAttention:
         plan: _Plan,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         output = torch.empty(query.shape, dtype=query.dtype, device="cpu")
         _, num_heads, head_dim = query.shape
         num_kv_heads, block_size = kv_cache.shape[3:5]
         group = num_heads // num_kv_heads
         query = adjacent_heads(query)
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
         in_pairs = query.dtype == torch.bfloat16 and multiplies_pairs()
         arguments = _AttentionArguments(
             0,
@@ -109,6 +112,7 @@ class CpuAttention:
             plan.max_tile_tokens * group,
             bits_of(self._softcap or 0.0),
             kv_cache.stride(2),
+            0 if sinks is None else sinks.data_ptr(),
         )
         kernels = pair_kernels if in_pairs else cpu_kernels
         num_elements = plan.num_visible * num_kv_heads * head_dim

@@ -113,7 +113,7 @@ def paged_attention_address(dtype: str) -> int:
     """`void(int64*)`: counter, num_tiles, num_kv_heads, group, head_dim, block_size, query, its row stride, output,
     tiles, block_tables, its row stride, page of this layer, elements per page, scale (bits of a double),
     sliding window (0: none), rows of the largest tile, soft cap of the scores (bits of a double; 0: none),
-    elements from keys to values."""
+    elements from keys to values, sinks (0: none)."""
     kind = KINDS[dtype]
     per_number = 1 if dtype == "float32" else 2
 
@@ -219,6 +219,14 @@ def start_sums(rows, at, head_dim):
     weights = at + 2 * head_dim
     store(rows, weights + SUM, splat(ZERO))
     rows[weights + MAXIMUM] = UNSEEN
+
+
+@kernel_part
+def _start_from_sink(rows, weights, sink):
+    """As after a key with this score, without a value."""
+    if sink > UNSEEN:
+        rows[weights + SUM] = ONE
+        rows[weights + MAXIMUM] = sink
 
 
 @kernel_part
@@ -368,10 +376,10 @@ def _attention_to_tile(weigh_rows):
     return attend
 
 
-def attention_loops(start_row, weigh_rows):
+def attention_loops(start_row, weigh_rows, power):
     """`run(arguments, kind, query_kind, output_kind, per_number, per_query)`: the loops over tiles and their keys with
-    these steps. A number of the cache holds `per_number` elements, multiplied as `kind` says; one of the query
-    `per_query`."""
+    these steps, whose weights are powers of e**(1 / `power`). A number of the cache holds `per_number` elements,
+    multiplied as `kind` says; one of the query `per_query`."""
     attend = _attention_to_tile(weigh_rows)
 
     @kernel_part
@@ -380,7 +388,7 @@ def attention_loops(start_row, weigh_rows):
         size = head_dim // per_number
         num_tasks, query_stride, page_size, window = a[1] * num_kv_heads, a[7] // per_query, a[13] // per_number, a[15]
         query, output, cache = pointer(a[6], query_kind), pointer(a[8], output_kind), pointer(a[12], FLOAT32)
-        tiles, tables = pointer(a[9], INT32), pointer(a[10], INT32)
+        tiles, tables, sinks = pointer(a[9], INT32), pointer(a[10], INT32), pointer(a[19], FLOAT32)
         scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
         stride = 2 * head_dim + TILE_KEYS + 2 * WIDTH
         shape = (head_dim, size, stride, a[18] // per_number)
@@ -401,6 +409,9 @@ def attention_loops(start_row, weigh_rows):
                 column = (first_token + row // group) * query_stride
                 column += (head * group + row % group) * (head_dim // per_query)
                 start_row(rows, row * stride, head_dim, query, column, scale)
+                if a[19] != 0:
+                    sink = sinks[head * group + row % group] * power
+                    _start_from_sink(rows, row * stride + 2 * head_dim, sink)
             first = visible(first_position, window, end)[0] // TILE_KEYS * TILE_KEYS
             pages = (tables, table, page_size, head * block_size * size, block_size, size)
             here, there = np.int64(0), np.int64(GROUPS)
@@ -420,4 +431,4 @@ def attention_loops(start_row, weigh_rows):
     return run
 
 
-_paged_attention = attention_loops(_start_row, _weigh_rows)
+_paged_attention = attention_loops(_start_row, _weigh_rows, ONE)

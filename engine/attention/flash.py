@@ -36,7 +36,7 @@ class FlashAttention:
         fits = block_size % PAGE_TOKENS == 0 and head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
         return device.type == "cuda" and fits and dtype in (torch.bfloat16, torch.float16)
 
-    def forward(
+    def forward(  # noqa: PLR0913 - as many as attention has
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -47,8 +47,10 @@ class FlashAttention:
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
+        assert sinks is None  # see `select_backend`
         if metadata is not self._metadata:
             self._key_starts = torch.nn.functional.pad(metadata.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             self._metadata = metadata

@@ -123,4 +123,4 @@ def _move_weights(rows, weights, first, past, factor):
     store(rows, weights + SUM, weight_sum)
 
 
-_paged_attention = attention_loops(_start_row, _weigh_rows)
+_paged_attention = attention_loops(_start_row, _weigh_rows, LOG2_E)

@@ -19,7 +19,7 @@ class ReferenceAttention:
     def supports(*, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
         return True
 
-    def forward(
+    def forward(  # noqa: PLR0913 - as many as attention has
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -30,6 +30,7 @@ class ReferenceAttention:
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         write_kv(kv_cache, key, value, layer=layer, slot_mapping=metadata.slot_mapping)
@@ -39,7 +40,13 @@ class ReferenceAttention:
             rows = slice(starts[index], starts[index + 1])
             keys, values = gather_kv(kv_cache, metadata.block_tables[index], layer=layer, seq_len=seq_len)
             output[rows] = _attend(
-                query[rows], keys, values, scale=scale, sliding_window=sliding_window, softcap=self._softcap
+                query[rows],
+                keys,
+                values,
+                scale=scale,
+                sliding_window=sliding_window,
+                softcap=self._softcap,
+                sinks=sinks,
             )
         return output
 
@@ -73,6 +80,7 @@ def _attend(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [q, num_heads, d] at the last q positions of keys/values [s, num_kv_heads, d] -> [q, num_heads, d]."""
     group = query.shape[1] // keys.shape[1]
@@ -88,5 +96,8 @@ def _attend(
         hidden |= key_positions <= query_positions - sliding_window
         # The null block in the place of these may have what is not finite, and a weight of 0 does not remove that.
         values = values.masked_fill(hidden.all(dim=0)[:, None, None], 0.0)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(dim=-1)
+    if sinks is not None:  # the part of the sum that is not the sink's
+        weights *= torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - sinks[:, None, None])
     return torch.einsum("hqs,shd->qhd", weights, values).to(query.dtype)

@@ -109,6 +109,7 @@ class TritonAttention:
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. Row strides are free; heads and their elements are contiguous."""
         group = query.shape[1] // key.shape[1]
@@ -120,7 +121,8 @@ class TritonAttention:
         pages = kv_cache[:, layer]
         _write(adjacent_heads(key), adjacent_heads(value), pages, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        step = _Step(adjacent_heads(query), pages, metadata.block_tables, scale, sliding_window or 0, self._softcap)
+        window, tables = sliding_window or 0, metadata.block_tables
+        step = _Step(adjacent_heads(query), pages, tables, scale, window, self._softcap, sinks)
         if len(plan.prefill):
             step.attend(plan.prefill, output, plan.tile_tokens)
         if len(plan.decode):
@@ -139,6 +141,7 @@ class _Step:
     scale: float
     window: int
     softcap: float | None
+    sinks: torch.Tensor | None
 
     @property
     def group(self) -> int:
@@ -148,7 +151,7 @@ class _Step:
         """Tiles of prompts."""
         launch = prefill_launch(triton.next_power_of_2(self.pages.shape[4]), self.query.dtype)
         attend[(len(tiles), self.pages.shape[2])](
-            self.query, self.pages, tiles, self.block_tables, output,
+            self.query, self.pages, tiles, self.block_tables, self.sinks, output,
             *self._strides, self.scale * _LOG2_E, self.window, self._softcap,
             ROWS=max(_MIN_ROWS, triton.next_power_of_2(tile_tokens * self.group)), **self._constants(launch),
         )  # fmt: skip
@@ -172,7 +175,7 @@ class _Step:
             ROWS=max(_MIN_ROWS, triton.next_power_of_2(self.group)), SPLIT_KEYS=SPLIT_KEYS, **self._constants(launch),
         )  # fmt: skip
         add_splits[(len(tiles), output.shape[1])](
-            parts, sums, tiles, output, num_splits, self.window,
+            parts, sums, tiles, self.sinks, output, num_splits, self.window,
             GROUP=self.group, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), SPLIT_KEYS=SPLIT_KEYS,
             HAS_WINDOW=self.window > 0,
         )  # fmt: skip
@@ -233,6 +236,7 @@ def _write(key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, slot_map
 
 UNSEEN = tl.constexpr(-1e30)
 """Score of a position that a row does not see. Finite, so that differences are numbers."""
+LOG2_E = tl.constexpr(_LOG2_E)
 OF_A_STEP = {"do_not_specialize": ["table_stride", "num_splits"], "do_not_specialize_on_alignment": ["tables"]}
 """Triton compiles a kernel anew where a number is 1 or a multiple of 16, or an address is one. These change from step
 to step, and streams would wait for a second: the warm-up compiles the one variant that there is."""
@@ -306,9 +310,19 @@ def _add_keys(
     return maximum, total, values
 
 
+@triton.jit
+def _start(sinks, head):
+    """Maximum and sum of rows of these query heads before their first key: of their sinks, which have no value."""
+    maximum = tl.zeros_like(head).to(tl.float32) + UNSEEN
+    if sinks is not None:
+        maximum = tl.maximum(tl.load(sinks + head) * LOG2_E, UNSEEN)
+    return maximum, tl.where(maximum > UNSEEN, 1.0, 0.0)
+
+
 @triton.jit(**OF_A_STEP)
 def attend(
-    query, cache, tiles, tables, output, query_stride, table_stride, page_stride, plane_stride, scale, window, softcap,
+    query, cache, tiles, tables, sinks, output, query_stride, table_stride, page_stride, plane_stride,
+    scale, window, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     WIDENS: tl.constexpr,
@@ -328,7 +342,7 @@ def attend(
     q = tl.load(query + at_row[:, None] + d[None, :], mask=is_row, other=0.0)
     if WIDENS:
         q = q.to(tl.float32)
-    maximum, total = tl.full((ROWS,), UNSEEN, tl.float32), tl.zeros((ROWS,), tl.float32)
+    maximum, total = _start(sinks, head * GROUP + member)
     values = tl.zeros((ROWS, BLOCK_D), tl.float32)
     table = tables + request * table_stride
     end = first_position + num_tokens
@@ -401,7 +415,7 @@ def attend_in_splits(
 
 @triton.jit(**OF_A_STEP)
 def add_splits(
-    parts, sums, tiles, output, num_splits, window,
+    parts, sums, tiles, sinks, output, num_splits, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -411,7 +425,7 @@ def add_splits(
     last = tl.load(tiles + 4 * tile + 3)
     d = tl.arange(0, BLOCK_D)
     first = (tile * (tl.num_programs(1) // GROUP) + head // GROUP).to(tl.int64) * num_splits * GROUP + head % GROUP
-    maximum, total = tl.full((1,), UNSEEN, tl.float32), tl.zeros((1,), tl.float32)
+    maximum, total = _start(sinks, head + tl.arange(0, 1))
     values = tl.zeros((BLOCK_D,), tl.float32)
     begin = 0
     if HAS_WINDOW:

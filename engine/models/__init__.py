@@ -62,10 +62,10 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
     Raises UnsupportedModel, which says what would run it. Imports transformers, and torch with it, for those alone.
     """
     from engine.models.config import ModelConfig
-    from engine.models.weight_codes import read_codes
+    from engine.models.weight_codes import are_read_by_transformers, read_codes
 
     folder = Path(folder)
-    codes = read_codes(folder)
+    codes = None if are_read_by_transformers(folder) else read_codes(folder)
     native_error = ""
     if model_impl != "transformers":
         try:
@@ -143,6 +143,7 @@ def load_model(
         dtype=dtype,
         device=device,
         softcap=config.softcap,
+        has_sinks=config.has_sinks,
     )
     dummy_seed = engine.seed if engine.load_format == "dummy" else None
     if not isinstance(config, ModelConfig):

@@ -149,6 +149,8 @@ class DecoderConfig:
     """The checkpoint's own."""
     softcap: float | None = None
     """With c, an attention score s becomes c * tanh(s / c)."""
+    has_sinks: bool = False
+    """Whether attention heads have a learned score beside those of the keys."""
 
     @property
     def max_model_len(self) -> int:

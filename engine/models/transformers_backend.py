@@ -46,6 +46,7 @@ _SUPPORTED_OPTIONS = frozenset(
         "is_causal",
         "output_router_logits",
         "position_ids",
+        "s_aux",
         "scaling",
         "sliding_window",
         "softcap",
@@ -72,6 +73,7 @@ class _Call:
     value_dim: int
     softcap: float | None
     window: int | None
+    has_sinks: bool
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -178,9 +180,11 @@ def _attend(
     value: torch.Tensor,
     attention_mask: None,
     scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_options: object,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, num_heads, num_tokens, head_dim], key and value alike -> [1, num_tokens, num_heads, value_dim]."""
+    """query [1, num_heads, num_tokens, head_dim], key and value alike -> [1, num_tokens, num_heads, value_dim].
+    `s_aux`: sinks [num_heads]."""
     step, head_dim, value_dim = _step.get(), query.shape[-1], value.shape[-1]
     if value_dim < head_dim:
         value = torch.nn.functional.pad(value, (0, head_dim - value_dim))
@@ -194,6 +198,7 @@ def _attend(
         metadata=step.metadata,
         scale=head_dim**-0.5 if scaling is None else float(scaling),
         sliding_window=step.windows[layer],
+        sinks=None if s_aux is None else s_aux.float(),
     )
     return output[None, ..., :value_dim], None
 
@@ -225,9 +230,11 @@ def _record(
         raise UnsupportedModel(f"its attention takes {', '.join(unknown)}")
     if not isinstance(attention_mask, _Mask):
         raise UnsupportedModel("its attention has a mask of its own")
-    window = options.get("sliding_window")
+    window, sinks = options.get("sliding_window"), options.get("s_aux")
     if window is not None and window != attention_mask.window:
         raise UnsupportedModel(f"a layer has a window of {window} and a mask of {attention_mask.window}")
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        raise UnsupportedModel(f"its sinks have the shape {tuple(sinks.shape)}")
     _calls.get().append(
         _Call(
             layer=int(getattr(module, "layer_idx", -1)),
@@ -237,6 +244,7 @@ def _record(
             value_dim=value.shape[-1],
             softcap=options.get("softcap"),
             window=attention_mask.window,
+            has_sinks=sinks is not None,
         )
     )
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -339,8 +347,9 @@ def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> Deco
     if not calls or len(calls) != text.num_hidden_layers:
         raise UnsupportedModel(f"{len(calls)} of its {text.num_hidden_layers} layers have attention of the usual kind")
     first = calls[0]
+    by_layer: dict[str, Any] = {"layer": 0, "window": None, "has_sinks": False}
     for index, call in enumerate(calls):
-        if replace(call, layer=0, window=None) != replace(first, layer=0, window=None):
+        if replace(call, **by_layer) != replace(first, **by_layer):
             raise UnsupportedModel("its layers have heads of different sizes or numbers")
         if call.layer != index:
             raise UnsupportedModel("its layers are not numbered in order")
@@ -362,6 +371,7 @@ def _describe(config: transformers.PreTrainedConfig, calls: list[_Call]) -> Deco
         max_position_embeddings=text.max_position_embeddings,
         sliding_windows=tuple(call.window for call in calls),
         softcap=first.softcap,
+        has_sinks=any(call.has_sinks for call in calls),
         torch_dtype=dtype,
     )
 
@@ -378,6 +388,8 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
             "it has parts beside its text decoder, as for images or audio; "
             f"supported: text decoders, and that of {', '.join(_WITH_TEXT_PART)}"
         )
+    if codes := getattr(config, "quantization_config", None):  # MXFP4, see `are_read_by_transformers`
+        config.quantization_config = {**codes, "dequantize": True}
     config.return_dict = config.get_text_config().return_dict = True  # whatever the checkpoint's author called
     return config
 

@@ -32,8 +32,10 @@ _FORMATS = {
 """By quant_method: the field that says how weights are stored, and its values that can be read."""
 _SUPPORTED = (
     "unquantized weights; codes of 8 bits: fp8, fbgemm_fp8, modelopt FP8, compressed-tensors float-quantized, "
-    "int-quantized and naive-quantized; codes of 4 or 8 bits: gptq, awq gemm, compressed-tensors pack-quantized"
+    "int-quantized and naive-quantized; codes of 4 or 8 bits: gptq, awq gemm, compressed-tensors pack-quantized; "
+    "mxfp4 of gpt-oss"
 )
+_MXFP4_DECODERS = ["GptOssForCausalLM"]
 _BITS = 8
 PACKED_BITS = (4, 8)
 
@@ -118,6 +120,14 @@ def read_codes(folder: Path) -> WeightCodes | None:
     if len(found) != 1:
         raise _unsupported(f"{method} with several config_groups" if found else f"{method} without config_groups")
     return found.pop()
+
+
+def are_read_by_transformers(folder: Path) -> bool:
+    """Whether the codes are MXFP4 of gpt-oss's experts, of which transformers makes values as it loads them."""
+    raw = read_json(folder / "config.json")
+    codes = raw.get("quantization_config")
+    is_mxfp4 = isinstance(codes, dict) and codes.get("quant_method") == "mxfp4"
+    return is_mxfp4 and raw.get("architectures") == _MXFP4_DECODERS
 
 
 def _of_group(group: object) -> WeightCodes:

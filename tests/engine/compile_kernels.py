@@ -25,7 +25,7 @@ from tests.engine.attention.paged_step import paged_step, paged_tensors
 
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.int64: "*i64", torch.int32: "*i32", int: "i32", float: "fp32",
+    torch.int64: "*i64", torch.int32: "*i32", int: "i32", float: "fp32", type(None): "constexpr",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages")
 
@@ -46,6 +46,7 @@ class Compiled:
             constants["WIDENS"] = False
         names = self._kernel.arg_names
         given = dict(zip(names, arguments, strict=False))
+        constants |= {name: None for name, value in given.items() if value is None}
         types = {
             name: _TYPES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
             for name, value in given.items()
@@ -60,13 +61,15 @@ class Compiled:
         print(json.dumps({"kernel": self._kernel.__name__, "shared": made.metadata.shared}), flush=True)
 
 
-def attention(dtype: torch.dtype, head_dim: int, window: int | None, softcap: float | None) -> None:
+def attention(
+    dtype: torch.dtype, head_dim: int, window: int | None, softcap: float | None, sinks: torch.Tensor | None = None
+) -> None:
     metadata, _, num_blocks = paged_step([(1, 300), (40, 90)], block_size=16)
     query, key, value, cache = paged_tensors(
         metadata, num_blocks, block_size=16, kv_heads=2, group=4, head_dim=head_dim, dtype=dtype
     )
     triton_attention.TritonAttention(softcap).forward(
-        query, key, value, cache, layer=0, metadata=metadata, scale=0.1, sliding_window=window
+        query, key, value, cache, layer=0, metadata=metadata, scale=0.1, sliding_window=window, sinks=sinks
     )
 
 
@@ -90,6 +93,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention in float32": lambda: attention(torch.float32, 128, None, None),
     "attention with wide heads": lambda: attention(torch.bfloat16, 256, 100, 30.0),
     "attention with wide heads in float32": lambda: attention(torch.float32, 256, 100, 30.0),
+    "attention with sinks": lambda: attention(torch.bfloat16, 64, 100, None, torch.zeros(8)),
     "elementwise": lambda: elementwise(torch.bfloat16),
     "draw": draw,
 }

@@ -26,6 +26,7 @@ PAIRS = [
     ("demo", 2, "none"),
     ("qwen3_moe", 1, "none"),
     ("gemma2", 1, "none"),
+    ("gpt_oss", 1, "none"),
     ("qwen2", 1, "int8"),
     ("gemma2", 1, "int4"),
 ]

@@ -167,9 +167,39 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     torch.testing.assert_close(output, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
 
 
-@example(ends=EACH, group=2, head_dim=64, window=None, dtype=torch.float32, neighbours=[], in_pairs=False, growth=10)
-@example(ends=EACH, group=3, head_dim=80, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=False, growth=1)
-@example(ends=EACH, group=3, head_dim=96, window=100, dtype=BF16, neighbours=[(40, 40)], in_pairs=True, growth=10)
+@example(
+    ends=EACH,
+    group=2,
+    head_dim=64,
+    window=None,
+    dtype=torch.float32,
+    neighbours=[],
+    in_pairs=False,
+    growth=10,
+    has_sinks=True,
+)
+@example(
+    ends=EACH,
+    group=3,
+    head_dim=80,
+    window=100,
+    dtype=BF16,
+    neighbours=[(40, 40)],
+    in_pairs=False,
+    growth=1,
+    has_sinks=True,
+)
+@example(
+    ends=EACH,
+    group=3,
+    head_dim=96,
+    window=100,
+    dtype=BF16,
+    neighbours=[(40, 40)],
+    in_pairs=True,
+    growth=10,
+    has_sinks=True,
+)
 @settings(max_examples=25)
 @given(
     ends=st.lists(st.integers(1, 300), max_size=8, unique=True).map(sorted),
@@ -180,6 +210,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     in_pairs=st.booleans(),
     neighbours=st.lists(st.sampled_from([(1, 9), (3, 50), (40, 40)]), max_size=2),
     growth=st.sampled_from(GROWTHS),
+    has_sinks=st.booleans(),
 )
 def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     ends: list[int],
@@ -190,6 +221,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     neighbours: list[tuple[int, int]],
     in_pairs: bool,
     growth: int,
+    has_sinks: bool,
 ) -> None:
     """A prompt in one step beside other requests, then the same prompt alone, in chunks that end at `ends`."""
     num_tokens, kv_heads = 301, 2
@@ -198,13 +230,15 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
         metadata, num_blocks, block_size=16, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype
     )
     cache, key = in_vectors(cache), growing(key, growth)
+    sinks = torch.linspace(-2, 6, query.shape[1]) if has_sinks else None
     backend = select_backend("cpu", block_size=16, head_dim=head_dim, dtype=dtype, device=CPU)
 
     def forward(rows: slice, of: AttentionMetadata, into: torch.Tensor) -> torch.Tensor:
         with pairs(in_pairs):
             return backend.forward(
-                query[rows], key[rows], value[rows], into, layer=LAYER, metadata=of, scale=0.2, sliding_window=window
-            )
+                query[rows], key[rows], value[rows], into, layer=LAYER, metadata=of, scale=0.2, sliding_window=window,
+                sinks=sinks,
+            )  # fmt: skip
 
     in_chunks = cache.clone()
     whole = forward(slice(None), metadata, cache)[:num_tokens]

@@ -75,11 +75,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "rope_parameters": STRETCHED},
     "hunyuan_v1_dense": {"rope_parameters": STRETCHED},
     "granitemoehybrid": ATTENTION_ALONE,
+    "gpt_oss": {"num_experts_per_tok": 2},
     "gemma3": {**WINDOW, "tie_word_embeddings": False, "num_hidden_layers": 7, "vision_config": IMAGES},
 }
-QUICK = ("gpt2", "gemma2", "phi3", "hunyuan_v1_moe", "granitemoehybrid", "gemma3")
+QUICK = ("gpt2", "gemma2", "phi3", "hunyuan_v1_moe", "granitemoehybrid", "gpt_oss", "gemma3")
 """Of each kind one: learned positions and biases; soft caps and windows by layer; fused projections; a router that
-reads the type of its weights; a hybrid's attention; a decoder beside an encoder of images."""
+reads the type of its weights; a hybrid's attention; attention sinks; a decoder beside an encoder of images."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
 
 
@@ -178,7 +179,6 @@ CLASSES = {
         ("bloom", {}, "'BloomForCausalLM' is not supported by the transformers backend: transformers has no attention"),
         ("gptj", {}, "'GPTJForCausalLM' is not supported by the transformers backend: transformers has no attention"),
         ("mamba", {}, "'MambaForCausalLM' is not supported by the transformers backend"),
-        ("gpt_oss", {}, "'GptOssForCausalLM' is not supported by the transformers backend: its attention takes s_aux"),
         (
             "phi3",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -282,7 +282,7 @@ def test_a_quantised_checkpoint_is_refused_for_that_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The extra would not help."""
-    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    config = {"architectures": ["Gemma2ForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setitem(sys.modules, "engine.models.transformers_backend", None)
     with pytest.raises(UnsupportedModel, match=r"^quantization_config \('mxfp4'\) is not supported"):
