@@ -52,13 +52,16 @@ class RouterSection(Section):
         le=64,
     )
     ready_file: Path | None = setting(None, "File that gets the line `ready address=host:port`.", flag="--ready-file")
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = setting(
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "harmony", "none"] = setting(
         "auto",
         "How the model writes tool calls; auto: by its chat template; none: no tools.",
         flag="--tool-call-parser",
     )
-    reasoning_parser: Literal["auto", "think", "none"] = setting(
-        "auto", "Whether answers begin with <think>…</think>; auto: by its chat template.", flag="--reasoning-parser"
+    reasoning_parser: Literal["auto", "think", "harmony", "none"] = setting(
+        "auto",
+        "How answers begin: think: with <think>…</think>; harmony: they are messages in channels, as gpt-oss writes "
+        "them; auto: by the chat template.",
+        flag="--reasoning-parser",
     )
     vllm_engine: bool = setting(True, "Answer vLLM's gRPC service, vllm.grpc.engine.VllmEngine, on the same port.")
 

@@ -17,6 +17,7 @@ Families of models write tool calls in their own ways:
     hermes        <tool_call>{"name": "f", "arguments": {…}}</tool_call>, text around it     Hermes, Qwen
     llama3_json   {"name": "f", "parameters": {…}}; {…}, with nothing before it              Llama 3
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {…}}, …] or [TOOL_CALLS]f{…}        Mistral
+    harmony       messages in channels, see engine/text/channels.py                          gpt-oss
 
 The result is a function of the text alone, however it is divided into pieces: an instance that continues the output of
 another one continues its reasoning and its calls. Arguments are delivered as they are written, valid or not. What
@@ -35,11 +36,11 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 THINK_GAP = "\n\n"
 """What models write between THINK_END and the answer."""
 _MAX_NAME_CHARS = 256
-_SPACE = r"\s{0,64}"
+SPACE = r"\s{0,64}"
 _OBJECT = r"(?=\{)"
 
 
-class _Pattern:
+class Pattern:
     """A regular expression in pieces, which also recognises the beginnings of its matches."""
 
     def __init__(self, *pieces: str) -> None:
@@ -57,23 +58,24 @@ class _Pattern:
         return self._beginning.fullmatch(text) is not None
 
 
-def _literal(text: str) -> tuple[str, ...]:
+def literal(text: str) -> tuple[str, ...]:
+    """The pieces of a `Pattern` that match this text."""
     return tuple(re.escape(char) for char in text)
 
 
 def _member(name: str) -> tuple[str, ...]:
-    return (*_literal(f'"{name}"'), _SPACE, ":", _SPACE)
+    return (*literal(f'"{name}"'), SPACE, ":", SPACE)
 
 
-def _head(arguments: str, *, before: str = "", kind: tuple[str, ...] = ()) -> _Pattern:
+def _head(arguments: str, *, before: str = "", kind: tuple[str, ...] = ()) -> Pattern:
     """The beginning of a call's object, up to its arguments."""
-    name = (*_member("name"), '"', rf'(?P<name>[^"\\]{{1,{_MAX_NAME_CHARS}}})', '"', _SPACE, ",", _SPACE)
-    return _Pattern(_SPACE, *_literal(before), _SPACE, r"\{", _SPACE, *kind, *name, *_member(arguments), _OBJECT)
+    name = (*_member("name"), '"', rf'(?P<name>[^"\\]{{1,{_MAX_NAME_CHARS}}})', '"', SPACE, ",", SPACE)
+    return Pattern(SPACE, *literal(before), SPACE, r"\{", SPACE, *kind, *name, *_member(arguments), _OBJECT)
 
 
-def _bare_head(*after: str) -> _Pattern:
+def _bare_head(*after: str) -> Pattern:
     """A name, and behind it the arguments."""
-    return _Pattern(_SPACE, rf"(?P<bare>[\w.-]{{1,{_MAX_NAME_CHARS}}})", *after, _SPACE, _OBJECT)
+    return Pattern(SPACE, rf"(?P<bare>[\w.-]{{1,{_MAX_NAME_CHARS}}})", *after, SPACE, _OBJECT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,33 +87,39 @@ class ToolFormat:
     """Before the first call; "": calls are the beginning of the output."""
     arguments: str
     """The member of a call that has its arguments."""
-    heads: tuple[_Pattern, ...]
-    tails: tuple[_Pattern, ...]
+    heads: tuple[Pattern, ...]
+    tails: tuple[Pattern, ...]
     """What may follow a call: a separator, with which the next call begins, or an end."""
     end: str = ""
     """The mark after each call."""
     has_special_mark: bool = False
     """`mark` is a special token: without text by default, and excluded by every constraint."""
+    has_channels: bool = False
+    """Calls are messages of their own (engine/text/channels.py). Only where a constraint requires calls are they
+    objects as here."""
 
 
-_KIND = (*_member("type"), *_literal('"function"'), _SPACE, ",", _SPACE)
-_ARGS = _literal("[ARGS]")
+_KIND = (*_member("type"), *literal('"function"'), SPACE, ",", SPACE)
+_ARGS = literal("[ARGS]")
 HERMES = ToolFormat(
-    "hermes", "<tool_call>", "arguments", (_head("arguments"),), (_Pattern(_SPACE, *_literal("</tool_call>")),),
+    "hermes", "<tool_call>", "arguments", (_head("arguments"),), (Pattern(SPACE, *literal("</tool_call>")),),
     end="</tool_call>",
 )  # fmt: skip
 LLAMA3_JSON = ToolFormat(
     "llama3_json", "", "parameters", (_head("parameters"), _head("parameters", kind=_KIND)),
-    (_Pattern(_SPACE, "(?P<separator>;)", _SPACE, _OBJECT),),
+    (Pattern(SPACE, "(?P<separator>;)", SPACE, _OBJECT),),
 )  # fmt: skip
 MISTRAL = ToolFormat(
     "mistral", "[TOOL_CALLS]", "arguments",
     (_head("arguments", before="["), _head("arguments"), _bare_head(), _bare_head(*_ARGS),
-     _bare_head(*_literal("[CALL_ID]"), r"\w{1,64}", *_ARGS)),
-    (_Pattern(_SPACE, "(?P<separator>,)", _SPACE, _OBJECT), _Pattern(_SPACE, r"\]")),
+     _bare_head(*literal("[CALL_ID]"), r"\w{1,64}", *_ARGS)),
+    (Pattern(SPACE, "(?P<separator>,)", SPACE, _OBJECT), Pattern(SPACE, r"\]")),
     has_special_mark=True,
 )  # fmt: skip
-TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL)}
+HARMONY = ToolFormat(
+    "harmony", "", "parameters", LLAMA3_JSON.heads, LLAMA3_JSON.tails, has_channels=True,
+)  # fmt: skip
+TOOL_FORMATS = {one.name: one for one in (HERMES, LLAMA3_JSON, MISTRAL, HARMONY)}
 CHAT_MARKS = frozenset({THINK_BEGIN, THINK_END, HERMES.mark, HERMES.end})
 """Text in every output, and allowed by constraints, also where a tokenizer lists them as special tokens."""
 
@@ -122,6 +130,8 @@ def tool_format_of(template: str) -> ToolFormat | None:
     """The format that a chat template describes; None if it has no tools or another format."""
     if "[TOOL_CALLS]" in template:
         return MISTRAL
+    if "<|channel|>" in template:
+        return HARMONY
     if "<tool_call>" in template:
         writes_xml = "<function=" in template or "<arg_key>" in template
         return None if writes_xml else HERMES

@@ -22,7 +22,9 @@ from engine.sampling.constraints import CONSTRAINTS, MAX_CONSTRAINT_BYTES, check
 from engine.sampling.json_schema import json_text, without_annotations
 from engine.sampling.params import SamplingParams
 from engine.sampling.structural_tag import CONTROL
+from engine.text.channels import ChannelParser
 from engine.text.chat_output import (
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
@@ -148,11 +150,17 @@ class Tools:
             raise InvalidRequest(name, f"of {shown(tool.name)} {error.problem}", error.allowed) from None
         return tool.schema
 
+    @property
+    def names(self) -> set[str]:
+        return {tool.name for tool in self.tools}
+
+    @property
+    def max_calls(self) -> int | None:
+        return 1 if self.is_single else None
+
     def parser(self, *, is_constrained: bool) -> ChatParser:
-        names = {tool.name for tool in self.tools}
-        max_calls = 1 if self.is_single else None
         return ToolCallParser(
-            self.form, names, max_calls=max_calls, is_forced=is_constrained, calls_only=self.is_required
+            self.form, self.names, max_calls=self.max_calls, is_forced=is_constrained, calls_only=self.is_required
         )
 
 
@@ -187,6 +195,7 @@ _WRITTEN = {
     HERMES: ('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "\n"),
     LLAMA3_JSON: ('{"name": "%s", "parameters": ', "}", "; "),
     MISTRAL: ('{"name": "%s", "arguments": ', "}", ", "),
+    HARMONY: ('{"name": "%s", "parameters": ', "}", "; "),
 }
 """What a constrained call has before and after its arguments, and between two calls."""
 
@@ -212,7 +221,7 @@ def _calls(form: ToolFormat, tags: list[dict[str, Any]], *, is_single: bool) -> 
 
 
 def _text_with_calls(form: ToolFormat, tags: list[dict[str, Any]], *, is_single: bool) -> dict[str, Any]:
-    if form.has_special_mark:
+    if form.has_special_mark or form.has_channels:
         problem = f"strict is not supported for calls in the format {form.name} that the model may make"
         raise InvalidRequest("chat.tools", problem, "strict=false, or tool_choice required or named")
     trigger = form.mark or _WRITTEN[form][0].partition("%s")[0]
@@ -267,9 +276,11 @@ class ChatOutput:
     """Whether the prompt ends in the middle of it."""
     is_exact: bool = False
     """Whether white space at the beginning of the answer belongs to it."""
+    has_channels: bool = False
+    """Whether it is messages in channels, unless it is constrained."""
 
     def __bool__(self) -> bool:
-        return self.tools is not None or self.thinks
+        return self.tools is not None or self.thinks or self.has_channels
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """`params` with the constraints that tools require, behind the reasoning. Raises InvalidRequest."""
@@ -289,6 +300,8 @@ class ChatOutput:
     def _constrained(self, params: SamplingParams) -> SamplingParams:
         if self.tools is not None:
             params = self.tools.constrained(params)
+        if self.has_channels and not params.is_constrained:
+            return msgspec.structs.replace(params, skip_special_tokens=False)
         if not self.thinks or not params.is_constrained:
             return params
         begin = "" if self.is_thinking else THINK_BEGIN
@@ -298,6 +311,9 @@ class ChatOutput:
         return _with_format(params, {"type": "sequence", "elements": [first, _as_format(params)]})
 
     def parser(self, *, is_constrained: bool) -> ChatParser:
+        if self.has_channels and (self.tools is None or not is_constrained):
+            names, max_calls = ((), None) if self.tools is None else (self.tools.names, self.tools.max_calls)
+            return ChannelParser(names, max_calls=max_calls, is_answer=is_constrained)
         rest = None if self.tools is None else self.tools.parser(is_constrained=is_constrained)
         if self.thinks:
             return ReasoningParser(rest, is_open=self.is_thinking, is_exact=self.is_exact)

@@ -21,6 +21,7 @@ from engine.errors import ContextExceeded, InvalidRequest, NotSupported, Unsuppo
 from engine.generation_config import GenerationDefaults
 from engine.identity import tokenizer_digest
 from engine.sampling.params import MAX_SEED, SamplingParams, check_each_id, validate, validate_prompt, with_bad_word_ids
+from engine.text.channels import ANSWER_HEAD, CHANNEL
 from engine.text.chat_output import THINK_BEGIN, THINK_END, TOOL_FORMATS, ToolFormat, tool_format_of
 from engine.text.detokenizer import OutputProcessor
 from engine.text.tokenizer import Tokenizer, supports_constraints
@@ -54,6 +55,8 @@ class ServedModel:
     """How it writes tool calls; None: it cannot, or in a way that is not supported."""
     thinks: bool = False
     """Whether its answers may begin with reasoning between <think> and </think>."""
+    has_channels: bool = False
+    """Whether it writes answers to chats into channels (engine/text/channels.py)."""
 
     @classmethod
     def from_folder(
@@ -65,7 +68,7 @@ class ServedModel:
         reasoning_parser: str = "auto",
     ) -> ServedModel:
         """Reads the tokenizer and generation_config.json; raises engine.errors.EngineError. `tool_call_parser` is
-        a name of TOOL_FORMATS, `reasoning_parser` think; or they are none, or auto: by the chat template."""
+        a name of TOOL_FORMATS, `reasoning_parser` think or harmony; or they are none, or auto: by the chat template."""
         tokenizer = Tokenizer.from_folder(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         defaults = GenerationDefaults.from_folder(folder, tokenizer)
         digest = tokenizer_digest(Path(folder))
@@ -74,10 +77,16 @@ class ServedModel:
         template = tokenizer.chat_template if tokenizer is not None else None
         sources = (template.source, template.tool_source) if template is not None else ("", "")
         tool_format = tool_format_of(sources[1]) if tool_call_parser == "auto" else TOOL_FORMATS.get(tool_call_parser)
-        thinks = reasoning_parser == "think"
         if reasoning_parser == "auto":
-            thinks = any(THINK_END in source for source in sources)
-        return cls(name or Path(folder).resolve().name, tokenizer, defaults, digest, tool_format, thinks)
+            marks = {"harmony": CHANNEL, "think": THINK_END}
+            found = (one for one, mark in marks.items() if any(mark in source for source in sources))
+            reasoning_parser = next(found, "none")
+        has_channels = reasoning_parser == "harmony"
+        if tool_format is not None and tool_format.has_channels and not has_channels:
+            tool_format = None
+        thinks = reasoning_parser == "think"
+        name = name or Path(folder).resolve().name
+        return cls(name, tokenizer, defaults, digest, tool_format, thinks, has_channels)
 
     async def tools_of(self, chat: generation_pb2.Chat) -> Tools | None:
         """None if the chat has none, or none that may be called. Raises InvalidRequest."""
@@ -156,6 +165,8 @@ async def validated(
         _check_extras(request)
         tools = await model.tools_of(request.chat)
         prompt = await prompt_ids(request, model, limits, tools=tools)
+        if head := _answer_head(request, model, tools):
+            prompt = [*prompt, *head]
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)
         default = _default_max_tokens(request.resume, len(prompt), shortest, limits)
@@ -309,9 +320,19 @@ def _template_variables(text: str) -> dict[str, Any]:
         raise InvalidRequest("template_variables", f"{shown(text)} is no JSON object", "a JSON object") from None
 
 
+def _answer_head(request: generation_pb2.GenerateRequest, model: ServedModel, tools: Tools | None) -> Sequence[int]:
+    """Of a constrained answer of a model that writes into channels: the constraint excludes their marks."""
+    is_constrained = request.sampling.WhichOneof("constraint") is not None or (tools is not None and tools.is_required)
+    if not (model.has_channels and model.tokenizer is not None and request.HasField("chat") and is_constrained):
+        return ()
+    return model.tokenizer.encode(ANSWER_HEAD, add_special_tokens=False)
+
+
 def _chat_output(
     request: generation_pb2.GenerateRequest, model: ServedModel, tools: Tools | None, prompt: Sequence[int]
 ) -> ChatOutput:
+    if model.has_channels and request.HasField("chat"):
+        return ChatOutput(tools, has_channels=True)
     if not model.thinks or model.tokenizer is None or not request.HasField("chat"):
         return ChatOutput(tools)
     end = model.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)

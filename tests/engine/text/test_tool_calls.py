@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.text.chat_output import (
+    HARMONY,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
@@ -49,7 +50,7 @@ def written(form: ToolFormat, *calls: tuple[str, str]) -> str:
     objects = [f'{{"name": "{name}", "{form.arguments}": {arguments}}}' for name, arguments in calls]
     if form is HERMES:
         return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
-    return "; ".join(objects) if form is LLAMA3_JSON else f"[TOOL_CALLS] [{', '.join(objects)}]"
+    return f"[TOOL_CALLS] [{', '.join(objects)}]" if form is MISTRAL else "; ".join(objects)
 
 
 CALL = ("get_weather", ARGUMENTS)
@@ -204,6 +205,7 @@ def test_a_forced_output_begins_behind_a_special_mark() -> None:
         ("<tool_call>{name}<arg_key>{key}</arg_key></tool_call>", None),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name}', LLAMA3_JSON),
         ("{%- if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}[TOOL_CALLS]", MISTRAL),
+        ("{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}", HARMONY),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
     ],
 )

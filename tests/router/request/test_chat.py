@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequest
 from engine.sampling.constraints import MAX_CONSTRAINT_BYTES
 from engine.sampling.params import SamplingParams
-from engine.text.chat_output import HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
+from engine.text.chat_output import HARMONY, HERMES, LLAMA3_JSON, MISTRAL, ToolFormat
 from engine.text.chat_template import MAX_CONTAINERS
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.request.chat import ChatDeltas, ChatOutput, Tool, Tools, template_messages
@@ -124,13 +124,15 @@ TEXTS = [
     '{"name": "add", "parameters": {"a": "é🚲"}}; {"name": "add", "parameters": {}}',
     "<think>\nShould I? </thin </think>\n\nYes.",
     '<think>Yes.</think>\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+    '<|constrain|>json<|message|>{"a": 1}<|call|>',
 ]
-FORMS = [HERMES, MISTRAL, LLAMA3_JSON]
+FORMS = [HERMES, MISTRAL, LLAMA3_JSON, HARMONY]
 
 
 def output_of(form: ToolFormat, *, thinks: bool) -> ChatOutput:
     tools = Tools((Tool("add", "", {}, False),), form, False, "", False)
-    return ChatOutput(tools, thinks=thinks)
+    return ChatOutput(tools, thinks=thinks, has_channels=form.has_channels)
 
 
 def deltas(router: ChatDeltas, pieces: Sequence[str], *, ends: bool) -> list[generation_pb2.ChatDelta]:

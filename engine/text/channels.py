@@ -1,0 +1,129 @@
+"""The output of a model that writes into channels (OpenAI's harmony format, gpt-oss), divided piece by piece.
+
+    <|channel|>analysis<|message|>…<|end|>                                        reasoning
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>    a call of f
+    <|start|>assistant<|channel|>final<|message|>…<|return|>                      content
+
+The prompt ends with "<|start|>assistant". The recipient may stand before the channel as well. A message to another one
+than a function of the request (a tool that the model was trained with) is reasoning; one in the channel commentary
+without a recipient is content. Reasoning, and content, of several messages are divided by line feeds. What begins like
+no message is content.
+
+The marks are special tokens, which every constraint excludes: a constrained answer begins behind ANSWER_HEAD.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from engine.text.chat_output import SPACE, ChatDelta, Pattern, ToolCallDelta, literal, overlap
+
+CHANNEL = "<|channel|>"
+ANSWER_HEAD = f"{CHANNEL}final<|message|>"
+_START = "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_END = re.compile("|".join(map(re.escape, _ENDS)))
+_FUNCTIONS = "functions."
+_NAME, _WORD, _WORDS = r"[^\s<]{1,256}", r"\w{1,32}", r"[^<]{0,320}"
+_CHANNEL = (*literal(CHANNEL), rf"(?P<channel>{_WORD})", rf"(?P<after>{_WORDS})")
+_TO = (*literal("to="), rf"(?P<recipient>{_NAME})", SPACE)
+_TYPE = (*literal("<|constrain|>"), _WORD, SPACE)
+_HEADS = [
+    Pattern(*literal("assistant"), SPACE, *to, *_CHANNEL, *kind, *literal("<|message|>"))
+    for to in ((), _TO)
+    for kind in ((), _TYPE)
+]
+
+
+class ChannelParser:
+    """Divides the text of one choice; a `ChatParser`."""
+
+    def __init__(self, names: Collection[str], *, max_calls: int | None = None, is_answer: bool = False) -> None:
+        """`names`: of the tools; `max_calls`: what follows them is dropped; `is_answer`: the prompt ends with
+        ANSWER_HEAD."""
+        self._names = names
+        self._max_calls = max_calls
+        self._buffer = "" if is_answer else "assistant"  # with which the prompt ends
+        self._state: Callable[[ChatDelta, bool], bool] = self._content if is_answer else self._head
+        self._has_reasoning = self._has_content = False
+        self._num_calls = 0
+
+    def push(self, text: str, *, final: bool = False) -> ChatDelta:
+        delta = ChatDelta()
+        self._buffer += text
+        while self._state(delta, final):
+            pass
+        return delta
+
+    # States. Each takes from the buffer what is certain, and returns whether the next state can go on.
+
+    def _head(self, delta: ChatDelta, final: bool) -> bool:
+        found = next((match for head in _HEADS if (match := head.match(self._buffer))), None)
+        if found is None:
+            if any(head.may_match(self._buffer) for head in _HEADS):
+                self._buffer = "" if final else self._buffer  # a head that is cut is no content
+                return False
+            self._buffer = self._buffer.removeprefix("assistant")
+            self._state = self._content
+            return True
+        self._buffer = self._buffer[found.end() :]
+        self._begin(delta, found)
+        return True
+
+    def _begin(self, delta: ChatDelta, head: re.Match[str]) -> None:
+        late = re.search(rf"to=({_NAME})", head["after"])
+        recipient = head.groupdict().get("recipient") or (late[1] if late else "")
+        name = recipient.removeprefix(_FUNCTIONS)
+        if recipient.startswith(_FUNCTIONS) and name in self._names:
+            delta.tool_calls.append(ToolCallDelta(self._num_calls, name))
+            self._num_calls += 1
+            self._state = self._arguments
+        elif recipient or head["channel"] == "analysis":
+            delta.reasoning += "\n" if self._has_reasoning else ""
+            self._state = self._reasoning
+        else:
+            delta.content += "\n" if self._has_content else ""
+            self._state = self._content
+
+    def _reasoning(self, delta: ChatDelta, final: bool) -> bool:
+        text, is_over = self._body(final)
+        delta.reasoning += text
+        self._has_reasoning = self._has_reasoning or bool(text)
+        return is_over
+
+    def _content(self, delta: ChatDelta, final: bool) -> bool:
+        text, is_over = self._body(final)
+        delta.content += text
+        self._has_content = self._has_content or bool(text)
+        return is_over
+
+    def _arguments(self, delta: ChatDelta, final: bool) -> bool:
+        text, is_over = self._body(final)
+        delta.add_arguments(self._num_calls - 1, text)
+        if is_over and self._num_calls == self._max_calls:
+            self._state = self._done
+        return is_over
+
+    def _body(self, final: bool) -> tuple[str, bool]:
+        """The next text of a message, and whether that is its last."""
+        found = _END.search(self._buffer)
+        if found is None:
+            held = 0 if final else max(overlap(self._buffer, end) for end in _ENDS)
+            size = len(self._buffer) - held
+            text, self._buffer = self._buffer[:size], self._buffer[size:]
+            return text, False
+        text, self._buffer = self._buffer[: found.start()], self._buffer[found.start() :]
+        self._state = self._between
+        return text, True
+
+    def _between(self, delta: ChatDelta, final: bool) -> bool:
+        """Nothing stands between a message's end and the start of the next one."""
+        _, start, after = self._buffer.partition(_START)
+        self._buffer = after if start else self._buffer[len(self._buffer) - overlap(self._buffer, _START) :]
+        self._state = self._head if start else self._between
+        return bool(start)
+
+    def _done(self, delta: ChatDelta, final: bool) -> bool:
+        self._buffer = ""
+        return False
