@@ -23,7 +23,7 @@ TEMPLATE = (
 )
 THOUGHT = "<|channel|>analysis<|message|>Two threes.<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 3}<|call|>'
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
