@@ -103,6 +103,8 @@ def test_two_releases_of_one_namespace_share_no_object_and_find_no_pod_of_the_ot
         assert not any(selector.items() <= own for own in labels)
     for query in alerts(chat):
         assert 'namespace="default", tandem="chat-tandem"' in query
+    files = Counter(file for one in of_kind((*chat, *code), "ConfigMap") for file in one["data"])
+    assert max(files.values(), default=1) == 1, "Grafana's sidecar deletes a file with any of its maps"
 
 
 def selectors(objects: Iterable[Manifest]) -> Iterator[dict[str, str]]:

@@ -17,7 +17,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.messages import EngineLoad, KVMoved, KVTotals
-from helm.rendering import CHART
+from helm.rendering import CHART, render
 from instance.metrics import InstanceCollector, RequestMetrics
 from protos.tandem.v1 import instance_pb2
 from router.request.validation import ServedModel
@@ -213,6 +213,15 @@ def test_alerts_find_their_own_release() -> None:
     ):
         for query in alerts(name).values():
             assert all(own <= set(asked.matchers) for asked in selectors(query))
+
+
+def test_alerts_have_a_selector_as_it_was_given() -> None:
+    """Whatever YAML makes of it."""
+    own = "team=~\"a: b #c|d\", note='x'"
+    (rule,) = of_kind(render({"metrics": {"alerts": {"enabled": True, "selector": own}}}), "PrometheusRule")
+    queries = [one["expr"] for group in rule["spec"]["groups"] for one in group["rules"]]
+    assert queries
+    assert all(own in query for query in queries)
 
 
 def test_alerts_name_their_release() -> None:

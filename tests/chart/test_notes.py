@@ -84,9 +84,21 @@ def test_notes_name_services_that_exist(name: str) -> None:
     services = {one["metadata"]["name"]: one["spec"]["ports"][0]["port"] for one in of_kind(manifests(name), "Service")}
     router, headless = sorted(one for one in services if "-router" in one)
     assert f"{router}.llm:{services[router]}." in text
-    assert f"port-forward service/{router} 50051:{services[router]}" in text
+    assert (f"port-forward service/{router} 50051:{services[router]}" in text) is (name != "everything")
     assert f"dns:///{headless}.llm:{services[headless]}" in text
     assert ("tandem pools --admin" in text) is (name not in ("bare", "everything"))
+
+
+@pytest.mark.parametrize(
+    ("address", "forwarded"), [("", True), ("::", True), ("127.0.0.1", True), ("$(POD_IP)", False), ("10.0.0.1", False)]
+)
+def test_the_notes_show_a_port_forward_only_where_the_router_listens_for_one(address: str, forwarded: bool) -> None:
+    """It leads to the pod's loopback."""
+    text = notes({"router": {"bindAddress": address, "service": {"port": 443}}})
+    assert ("port-forward service/on-tandem-router 50051:443" in text) is forwarded
+    called = "127.0.0.1:50051" if forwarded else "on-tandem-router.llm:443"
+    assert f" --address {called}\n" in text
+    assert f"http://{called}/tandem.v1" in text
 
 
 def test_the_notes_ask_for_a_scaled_object_only_where_the_chart_makes_none() -> None:

@@ -331,6 +331,12 @@ def test_a_restricted_pod_reaches_what_its_settings_name_and_nothing_else(compon
     ]
 
 
+def test_a_restricted_redis_calls_none() -> None:
+    (policy,) = (one for one in of_kind(render(RESTRICTED), "NetworkPolicy") if component_of(one) == "redis")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in policy["spec"]
+
+
 def test_operators_reach_an_admin_listener_that_is_no_loopback_and_others_do_not() -> None:
     team = [{"podSelector": {"matchLabels": {"team": "platform"}}}]
     for listen, peers, opened in (

@@ -183,3 +183,22 @@ def test_an_autoscaler_outside_does_not_count_what_a_rollout_adds_meanwhile(keda
         assert policy.warm_up_s == DecodePolicy().warm_up_s
     for values in ({**outside, "discovery": "endpoints"}, {"autoscaling": {"mode": "builtin"}}):
         assert read(checked(values), "router")[0].autoscaler.decode.min_ready_s == 0
+
+
+def test_a_rollout_may_wait_for_the_room_of_an_old_pod_that_drains() -> None:
+    """A new pod may get its GPU when the old one has ended, and loads after that; a router is ready with the first."""
+    graces = {"prefill": 900, "decode": 1800}
+    pools = {role: {"settings": {"server": {"drain_grace_s": grace_s}}} for role, grace_s in graces.items()}
+    objects = render({"instance": {"gpu": {"count": 1}}, "pools": pools})
+    start_s = 300 + 900
+    for role, grace_s in graces.items():
+        spec = deployment(objects, role)["spec"]
+        drain_s = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert drain_s > grace_s
+        assert spec["progressDeadlineSeconds"] == start_s + drain_s
+        assert deployment(objects, "router")["spec"]["progressDeadlineSeconds"] > spec["progressDeadlineSeconds"]
+
+
+def test_a_rollout_of_routers_may_wait_for_one_that_drains() -> None:
+    spec = deployment(render({"router": {"settings": {"server": {"drain_grace_s": 3600}}}}), "router")["spec"]
+    assert spec["progressDeadlineSeconds"] > spec["template"]["spec"]["terminationGracePeriodSeconds"] > 3600

@@ -52,3 +52,11 @@ def test_the_right_to_patch_pods_has_a_switch_that_the_router_knows(is_marked: b
     (rule,) = (one for one in role["rules"] if one["resources"] == ["pods"])
     assert ("patch" in rule["verbs"]) is is_marked
     assert read(objects, "router")[0].kubernetes.mark_pods is is_marked
+
+
+def test_one_account_for_both_is_one_object_with_the_annotations_of_both() -> None:
+    own = {"routerAnnotations": {"role": "r", "of": "router"}, "instanceAnnotations": {"of": "instance"}}
+    accounts = {"routerName": "llm", "instanceName": "llm", "annotations": {"both": "1"}, **own}
+    (account,) = of_kind(released(render({"serviceAccount": accounts})), "ServiceAccount")
+    assert account["metadata"]["name"] == "llm"
+    assert account["metadata"]["annotations"] == {"both": "1", "role": "r", "of": "instance"}

@@ -130,7 +130,9 @@ def test_autoscaler_gets_its_bounds_and_objectives(read: Read) -> None:
     assert (decode.min_size, decode.max_size, decode.itl_objective_s) == (1, 10, 0.05)
     assert (decode.scale_in_window_s, settings.autoscaler.max_ratio) == (600, 2)
     for role, policy in (("prefill", prefill), ("decode", decode)):
-        assert policy.start_timeout_s == deployment(manifests("autoscaling"), role)["spec"]["progressDeadlineSeconds"]
+        spec = deployment(manifests("autoscaling"), role)["spec"]
+        drain_s = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert policy.start_timeout_s == spec["progressDeadlineSeconds"] - drain_s
     bare, _ = read(render({"autoscaling": {"mode": "builtin"}}), "router")
     assert bare.autoscaler.prefill.ttft_objective_s is bare.autoscaler.decode.itl_objective_s is None
 

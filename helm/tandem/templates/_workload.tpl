@@ -26,7 +26,7 @@ spec:
   {{- with include "tandem.minReadySeconds" . | int }}
   minReadySeconds: {{ . }}
   {{- end }}
-  progressDeadlineSeconds: {{ include "tandem.startDeadline" . }}
+  progressDeadlineSeconds: {{ include "tandem.progressDeadline" . }}
   strategy:
     {{- toYaml (.spec.strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0))) | nindent 4 }}
   selector:
@@ -74,6 +74,18 @@ With Recreate no old one is left.
 {{- else if ne .root.Values.discovery "dns" -}}0
 {{- else -}}{{ min 240 (add $cached (ceil (mulf 1.2 (dig "pools" "dns_interval_s" 5 .root.Values.router.settings)))) }}
 {{- end -}}
+{{- end -}}
+
+{{/* Seconds until a new pod is ready where it gets its room, say a GPU, when an old one has drained. Routers wait for instances, so for the longest of these drains. */}}
+{{- define "tandem.progressDeadline" -}}
+{{- $drain := include "tandem.terminationGrace" (fromYaml .settings) | int -}}
+{{- if eq .component "router" -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := include "tandem.pool" (dict "root" $.root "component" $role) | fromYaml -}}
+{{- $drain = max $drain (include "tandem.terminationGrace" $pool.settings | int) -}}
+{{- end -}}
+{{- end -}}
+{{- add (include "tandem.startDeadline" .) $drain -}}
 {{- end -}}
 
 {{/* The chart's volumes, then the user's. */}}
