@@ -107,5 +107,5 @@ def _check_layer(name: str, layer: Any, sizes: tuple[int | None, int | None]) ->
             f"layer {shown(name)} has A of shape {[*down.shape]} and B of {[*up.shape]}; the model and the rank of the "
             f"adapter's config require {required[0]} and {required[1]}"
         )
-    if not (down.isfinite().all() and up.isfinite().all()):
+    if not (down.isfinite().all() and (up * layer.scaling).isfinite().all()):  # vLLM scales B when it has loaded it
         raise InvalidCheckpoint(f"layer {shown(name)} has numbers that are not finite {down.dtype}")

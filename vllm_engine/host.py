@@ -90,6 +90,8 @@ async def serve(config: EngineConfig, address: str) -> None:
         await host.serve()
         socket.close()
         link.close()
+    except EngineDeadError as error:
+        raise end_error(error) from error
     finally:
         engine.shutdown(timeout=_SHUTDOWN_S)
 

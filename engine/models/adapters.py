@@ -136,6 +136,7 @@ class CompiledAdapters:
         self._low_dtype = torch.bfloat16 if in_pairs else torch.float32
         self._project = launcher_for(_project_of[in_pairs], dtype)
         self._add = launcher_for(_add_of[in_pairs], dtype)
+        order_address()  # compiled now, not while streams wait for their next token
 
     @staticmethod
     def supports(pairs: _Pairs) -> bool:

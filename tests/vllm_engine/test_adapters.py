@@ -59,7 +59,7 @@ def test_what_vllm_has_no_rank_for_is_named(module: Any, tmp_path: Path) -> None
 
 def layer(down: tuple[int, ...] | None, up: tuple[int, ...] | None, rank: int = 4) -> Any:
     made = [None if shape is None else torch.ones(shape) for shape in (down, up)]
-    return SimpleNamespace(lora_a=made[0], lora_b=made[1], rank=rank)
+    return SimpleNamespace(lora_a=made[0], lora_b=made[1], rank=rank, scaling=2.0)
 
 
 def manager(tp_size: int = 1) -> Any:
@@ -100,10 +100,12 @@ def test_tensors_of_which_vllm_would_use_a_part_are_refused(module: Any, layers:
 
 
 def test_numbers_that_are_not_finite_are_refused(module: Any) -> None:
-    broken = layer((4, 64), (128, 4))
-    broken.lora_b[3, 2] = torch.inf
-    with pytest.raises(InvalidCheckpoint, match=r"q_proj' has numbers that are not finite torch.float32"):
-        module._check({Q: broken}, manager())
+    """Also those that are not after vLLM has scaled them."""
+    for number in (torch.inf, 3e38):
+        broken = layer((4, 64), (128, 4))
+        broken.lora_b[3, 2] = number
+        with pytest.raises(InvalidCheckpoint, match=r"q_proj' has numbers that are not finite torch.float32"):
+            module._check({Q: broken}, manager())
 
 
 def test_a_worker_returns_what_is_wrong(module: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.config import EngineConfig
 from engine.core.messages import (
     CoreMessage,
     EngineLoad,
@@ -24,7 +25,7 @@ from engine.core.messages import (
     TokensEvent,
     TransferEvent,
 )
-from engine.errors import CapacityError, InvalidRequest
+from engine.errors import CapacityError, EngineDeadError, InvalidRequest
 from engine.sampling.constraints import Constraint
 from engine.sampling.params import SamplingParams
 from tests.instance.scripted_core import INFO
@@ -391,3 +392,24 @@ async def test_reports_while_vllm_computes_are_not_answered(module: Any) -> None
         await until(lambda: Outputs([], EngineLoad()) in sent)
     finally:
         serving.cancel()
+
+
+async def test_an_end_of_vllm_while_it_starts_is_an_engine_error(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where workers load adapters: an unexpected error has a traceback, and waits for vLLM's threads."""
+    ended: list[float] = []
+
+    class _Ended:
+        def shutdown(self, timeout: float) -> None:
+            ended.append(timeout)
+
+    async def asked(*_: object) -> None:
+        raise module.EngineDeadError("EngineCore encountered an issue")
+
+    monkeypatch.setattr(module, "set_environment", lambda *_: None)
+    monkeypatch.setattr(module, "start", lambda *_: _Ended())
+    monkeypatch.setattr(module, "engine_info", asked)
+    with pytest.raises(EngineDeadError, match="vLLM has ended: EngineCore encountered an issue"):
+        await module.serve(EngineConfig(model=""), f"ipc://{tmp_path}/core")
+    assert ended

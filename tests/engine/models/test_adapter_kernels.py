@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.compilation import has_pairs
 from engine.models import adapters
+from engine.models.adapter_kernels import order_address
 from engine.models.adapters import Adapters, CompiledAdapters, GroupedAdapters
 
 KINDS = {
@@ -155,6 +156,12 @@ def test_adapters_have_their_own_size() -> None:
     layer = CompiledAdapters(lambda x: x, pairs, Adapters.__new__(Adapters))
     size = sum(matrix.nbytes for pair in pairs if pair for matrices in pair for matrix in matrices)
     assert sum(matrix.nbytes for matrix in layer._matrices) == size
+
+
+def test_all_kernels_are_compiled_before_the_first_step() -> None:
+    order_address.cache_clear()
+    Step(make_pairs([[3]], [48], 96, torch.float32))
+    assert order_address.cache_info().currsize == 1
 
 
 def test_tokens_are_ordered_by_adapter() -> None:
