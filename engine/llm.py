@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import random
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -96,8 +97,24 @@ _IDLE_S = 0.25
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
+_FORK_REMEDY = "start the process by spawn (multiprocessing.get_context('spawn')), and make the LLM in it"
+_threads_pid: int | None = None
+"""The first process of this one's line of forks in which an LLM had several threads."""
+
+
+def _check_threads() -> None:
+    """Raises EngineError where OpenMP's threads ended at a fork: a computation would wait for them forever."""
+    global _threads_pid
+    if torch.get_num_threads() == 1:
+        return
+    _threads_pid = _threads_pid or os.getpid()
+    if _threads_pid != os.getpid():
+        problem = f"process {_threads_pid}, of which this one is a fork, has used an LLM, whose threads are not here"
+        raise EngineError(f"{problem}: {_FORK_REMEDY}, or set num_threads=1")
+
+
 class LLM:
-    """A loaded model. Not thread-safe."""
+    """A loaded model. Not thread-safe. It belongs to the process that made it, as its threads and ranks do."""
 
     def __init__(
         self,
@@ -114,6 +131,7 @@ class LLM:
         the seed of dummy weights. `engine_options` are further fields of `EngineConfig` (dtype, device, max_model_len,
         block_size, max_num_seqs, lora_adapters, …) and their names in vLLM (engine/vllm_names.py); unsupported ones
         are refused."""
+        self._pid = os.getpid()
         fields = {**_OFFLINE, **engine_fields({**engine_options, "seed": seed})}
         adapters = fields.get("lora_adapters", {})
         if not isinstance(adapters, Mapping):
@@ -137,7 +155,10 @@ class LLM:
     @contextlib.contextmanager
     def torch_settings(self) -> Iterator[None]:
         """Inside of the block torch has this LLM's threads (see `set_num_threads`) and makes float32 tensors on the CPU
-        by default; after it, what it had before. For callers that step `core`."""
+        by default; after it, what it had before. For callers that step `core`. Raises EngineError in a fork."""
+        if os.getpid() != self._pid:
+            problem = f"the LLM belongs to process {self._pid}, of which this one is a fork"
+            raise EngineError(f"{problem}: {_FORK_REMEDY}")
         num_before, dtype_before = torch.get_num_threads(), torch.get_default_dtype()
         # Only where it is needed: inside of it every operation of torch takes some microseconds more.
         on_cpu = torch.get_default_device().type == "cpu"
@@ -145,6 +166,7 @@ class LLM:
             try:
                 torch.set_default_dtype(torch.float32)
                 set_num_threads(self._num_threads, num_processes=self._num_ranks)
+                _check_threads()
                 yield
             finally:
                 torch.set_default_dtype(dtype_before)
