@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import random
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -349,6 +350,25 @@ class _Choice:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
+class _StandardError:
+    """For a progress bar: where standard error cannot be written, the bar is lost, and not the answers."""
+
+    @property
+    def encoding(self) -> str | None:
+        return getattr(sys.stderr, "encoding", None)
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stderr.flush()
+
+
 class _Batch:
     """The choices of one `LLM.generate` call: steps the core until all are finished, or aborts them."""
 
@@ -368,8 +388,10 @@ class _Batch:
     def generate(self, *, use_tqdm: bool) -> None:
         """Step the core until every choice is finished. On an error all choices are aborted; at the start, what is left
         of a call in which Ctrl-C interrupted that as well."""
-        total, disable = len(self._queued), not use_tqdm
-        self._progress = tqdm(total=total, desc="Generating", unit="req", disable=disable, dynamic_ncols=True)
+        total, shown_at = len(self._queued), _StandardError()
+        self._progress = tqdm(
+            total=total, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True, file=shown_at
+        )
         try:
             self._core.handle(AbortRequests(list(self._core.scheduler.requests)))
             self._start(self._queued)
