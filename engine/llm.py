@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,7 @@ _IDLE_S = 0.25
 """Longest pause between steps without work, for deadlines."""
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
+_PROMPTS = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
 _FORK_REMEDY = "start the process by spawn (multiprocessing.get_context('spawn')), and make the LLM in it"
@@ -190,7 +191,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora: str | Sequence[str] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. `lora` names
         one of lora_adapters for all prompts, or one for each; "" or None: none. Results are in the order of the
@@ -216,7 +217,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora: str | Sequence[str] | None = None,
+        lora: str | Sequence[str | None] | None = None,
         chat_template: str | None = None,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -227,7 +228,7 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
-        given = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        given = _as_conversations(messages)
         template = tokenizer.chat_template
         form = tool_format_of(template.tool_source) if template is not None else None
         conversations = [template_messages(one, form) for one in given]
@@ -244,10 +245,10 @@ class LLM:
             result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
         return results
 
-    def _adapters(self, lora: str | Sequence[str] | None, num_prompts: int) -> list[str]:
+    def _adapters(self, lora: str | Sequence[str | None] | None, num_prompts: int) -> list[str]:
         """The adapter of each prompt. Raises InvalidRequest."""
         given, known = lora or "", self.core.info.lora_adapters
-        names = [given] * num_prompts if isinstance(given, str) else [*given]
+        names = [given] * num_prompts if isinstance(given, str) else [name or "" for name in given]
         if len(names) != num_prompts:
             raise InvalidRequest(
                 "lora", f"{len(names)} given for {num_prompts} prompts", "one for each, or one for all"
@@ -311,6 +312,8 @@ class LLM:
                     'exactly one of "prompt" and "prompt_token_ids", and no other',
                 )
             prompt = prompt[given[0]]
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+            raise InvalidRequest("prompt", f"{shown(prompt)} is {type(prompt).__name__}", _PROMPTS)
         if not isinstance(prompt, str):
             return None, [*prompt]
         if self.tokenizer is None:
@@ -469,7 +472,24 @@ def _one_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """One prompt or several, as a list. A list of integers is one prompt. Raises InvalidRequest."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    _check_list("prompt", prompts, f"{_PROMPTS}, or a list of these")
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _as_conversations(messages: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    """Of one conversation or several. Raises InvalidRequest."""
+    allowed = 'a list of {"role": …, "content": …}, or a list of such lists'
+    _check_list("messages", messages, allowed)
+    given = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    for one in given:
+        _check_list("messages", one, allowed)
+    return given
+
+
+def _check_list(field: str, value: object, allowed: str) -> None:
+    """Raises InvalidRequest for what is no list, and for text and bytes, whose items are no prompts or messages."""
+    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+        raise InvalidRequest(field, f"{shown(value)} is {type(value).__name__}", allowed)

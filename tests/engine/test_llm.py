@@ -195,6 +195,19 @@ def test_an_invalid_prompt_leaves_no_progress_bar(demo: LLM, capsys: pytest.Capt
     assert "Generating" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("prompts", [b"Once", [b"Once"], [bytearray(b"Once")], None, [None], 5, ["Once", 5], {"Once"}])
+def test_what_is_no_prompt_is_named_with_what_is_one(demo: LLM, prompts: Any) -> None:
+    """Bytes would be the token ids that their values are."""
+    with pytest.raises(InvalidRequest, match=r"^prompt: .* is \w+; allowed: a text, a list of token ids"):
+        demo.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [QUESTION[0], "Who?", ["Who?"], None, [5], iter([QUESTION])])
+def test_what_is_no_conversation_is_named_with_what_is_one(demo: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages: .* is \w+; allowed: a list of {"):
+        demo.chat(messages, GREEDY, use_tqdm=False)
+
+
 class BrokenStream(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
