@@ -229,6 +229,7 @@ class LLM:
             raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
         given = _as_conversations(messages)
+        _check_list("tools", tools or (), 'a list of {"type": "function", "function": {…}}', of=Mapping)
         template = tokenizer.chat_template
         form = tool_format_of(template.tool_source) if template is not None else None
         conversations = [template_messages(one, form) for one in given]
@@ -489,7 +490,9 @@ def _as_conversations(messages: Sequence[Any]) -> Sequence[Sequence[Any]]:
     return given
 
 
-def _check_list(field: str, value: object, allowed: str) -> None:
-    """Raises InvalidRequest for what is no list, and for text and bytes, whose items are no prompts or messages."""
-    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-        raise InvalidRequest(field, f"{shown(value)} is {type(value).__name__}", allowed)
+def _check_list(field: str, value: Any, allowed: str, of: type = object) -> None:
+    """Raises InvalidRequest for what is no list, as text and bytes, and for items of another type than `of`."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    wrong = [item for item in value if not isinstance(item, of)] if is_list else [value]
+    if wrong:
+        raise InvalidRequest(field, f"{shown(wrong[0])} is {type(wrong[0]).__name__}", allowed)

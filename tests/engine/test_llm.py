@@ -208,6 +208,12 @@ def test_what_is_no_conversation_is_named_with_what_is_one(demo: LLM, messages: 
         demo.chat(messages, GREEDY, use_tqdm=False)
 
 
+@pytest.mark.parametrize("tools", ["get_weather", {"name": "get_weather"}, [len]])
+def test_what_is_no_tool_is_named_with_what_is_one(demo: LLM, tools: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^tools: .* is \w+; allowed: a list of {\"type\": \"function\""):
+        demo.chat(QUESTION, GREEDY, use_tqdm=False, tools=tools)
+
+
 class BrokenStream(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
