@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import random
+import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,10 +96,27 @@ _IDLE_S = 0.25
 """Longest pause between steps without work, for deadlines."""
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
+_PROMPTS = 'a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+
+
+_FORK_REMEDY = "start the process by spawn (multiprocessing.get_context('spawn')), and make the LLM in it"
+_threads_pid: int | None = None
+"""The first process of this one's line of forks in which an LLM had several threads."""
+
+
+def _check_threads() -> None:
+    """Raises EngineError where OpenMP's threads ended at a fork: a computation would wait for them forever."""
+    global _threads_pid
+    if torch.get_num_threads() == 1:
+        return
+    _threads_pid = _threads_pid or os.getpid()
+    if _threads_pid != os.getpid():
+        problem = f"process {_threads_pid}, of which this one is a fork, has used an LLM, whose threads are not here"
+        raise EngineError(f"{problem}: {_FORK_REMEDY}, or set num_threads=1")
 
 
 class LLM:
-    """A loaded model. Not thread-safe."""
+    """A loaded model. Not thread-safe. It belongs to the process that made it, as its threads and ranks do."""
 
     def __init__(
         self,
@@ -114,6 +133,7 @@ class LLM:
         the seed of dummy weights. `engine_options` are further fields of `EngineConfig` (dtype, device, max_model_len,
         block_size, max_num_seqs, lora_adapters, …) and their names in vLLM (engine/vllm_names.py); unsupported ones
         are refused."""
+        self._pid = os.getpid()
         fields = {**_OFFLINE, **engine_fields({**engine_options, "seed": seed})}
         adapters = fields.get("lora_adapters", {})
         if not isinstance(adapters, Mapping):
@@ -137,7 +157,10 @@ class LLM:
     @contextlib.contextmanager
     def torch_settings(self) -> Iterator[None]:
         """Inside of the block torch has this LLM's threads (see `set_num_threads`) and makes float32 tensors on the CPU
-        by default; after it, what it had before. For callers that step `core`."""
+        by default; after it, what it had before. For callers that step `core`. Raises EngineError in a fork."""
+        if os.getpid() != self._pid:
+            problem = f"the LLM belongs to process {self._pid}, of which this one is a fork"
+            raise EngineError(f"{problem}: {_FORK_REMEDY}")
         num_before, dtype_before = torch.get_num_threads(), torch.get_default_dtype()
         # Only where it is needed: inside of it every operation of torch takes some microseconds more.
         on_cpu = torch.get_default_device().type == "cpu"
@@ -145,6 +168,7 @@ class LLM:
             try:
                 torch.set_default_dtype(torch.float32)
                 set_num_threads(self._num_threads, num_processes=self._num_ranks)
+                _check_threads()
                 yield
             finally:
                 torch.set_default_dtype(dtype_before)
@@ -167,7 +191,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora: str | Sequence[str] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of ids. `lora` names
         one of lora_adapters for all prompts, or one for each; "" or None: none. Results are in the order of the
@@ -193,7 +217,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora: str | Sequence[str] | None = None,
+        lora: str | Sequence[str | None] | None = None,
         chat_template: str | None = None,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -204,7 +228,8 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidRequest("messages", "chat requires the tokenizer, and skip_tokenizer_init is set")
         tokenizer = self.tokenizer if chat_template is None else self.tokenizer.with_chat_template(chat_template)
-        given = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        given = _as_conversations(messages)
+        _check_list("tools", tools or (), 'a list of {"type": "function", "function": {…}}', of=Mapping)
         template = tokenizer.chat_template
         form = tool_format_of(template.tool_source) if template is not None else None
         conversations = [template_messages(one, form) for one in given]
@@ -221,10 +246,10 @@ class LLM:
             result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
         return results
 
-    def _adapters(self, lora: str | Sequence[str] | None, num_prompts: int) -> list[str]:
+    def _adapters(self, lora: str | Sequence[str | None] | None, num_prompts: int) -> list[str]:
         """The adapter of each prompt. Raises InvalidRequest."""
         given, known = lora or "", self.core.info.lora_adapters
-        names = [given] * num_prompts if isinstance(given, str) else [*given]
+        names = [given] * num_prompts if isinstance(given, str) else [name or "" for name in given]
         if len(names) != num_prompts:
             raise InvalidRequest(
                 "lora", f"{len(names)} given for {num_prompts} prompts", "one for each, or one for all"
@@ -288,6 +313,8 @@ class LLM:
                     'exactly one of "prompt" and "prompt_token_ids", and no other',
                 )
             prompt = prompt[given[0]]
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+            raise InvalidRequest("prompt", f"{shown(prompt)} is {type(prompt).__name__}", _PROMPTS)
         if not isinstance(prompt, str):
             return None, [*prompt]
         if self.tokenizer is None:
@@ -327,6 +354,25 @@ class _Choice:
         return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
 
 
+class _StandardError:
+    """For a progress bar: where standard error cannot be written, the bar is lost, and not the answers."""
+
+    @property
+    def encoding(self) -> str | None:
+        return getattr(sys.stderr, "encoding", None)
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            sys.stderr.flush()
+
+
 class _Batch:
     """The choices of one `LLM.generate` call: steps the core until all are finished, or aborts them."""
 
@@ -346,8 +392,10 @@ class _Batch:
     def generate(self, *, use_tqdm: bool) -> None:
         """Step the core until every choice is finished. On an error all choices are aborted; at the start, what is left
         of a call in which Ctrl-C interrupted that as well."""
-        total, disable = len(self._queued), not use_tqdm
-        self._progress = tqdm(total=total, desc="Generating", unit="req", disable=disable, dynamic_ncols=True)
+        total, shown_at = len(self._queued), _StandardError()
+        self._progress = tqdm(
+            total=total, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True, file=shown_at
+        )
         try:
             self._core.handle(AbortRequests(list(self._core.scheduler.requests)))
             self._start(self._queued)
@@ -425,7 +473,26 @@ def _one_for_each(given: Any, num_prompts: int) -> list[SamplingParams]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """One prompt or several, as a list. A list of integers is one prompt. Raises InvalidRequest."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    _check_list("prompt", prompts, f"{_PROMPTS}, or a list of these")
+    return [prompts] if prompts and isinstance(prompts[0], int) else list(prompts)  # type: ignore[list-item, arg-type]
+
+
+def _as_conversations(messages: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    """Of one conversation or several. Raises InvalidRequest."""
+    allowed = 'a list of {"role": …, "content": …}, or a list of such lists'
+    _check_list("messages", messages, allowed)
+    given = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    for one in given:
+        _check_list("messages", one, allowed)
+    return given
+
+
+def _check_list(field: str, value: Any, allowed: str, of: type = object) -> None:
+    """Raises InvalidRequest for what is no list, as text and bytes, and for items of another type than `of`."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    wrong = [item for item in value if not isinstance(item, of)] if is_list else [value]
+    if wrong:
+        raise InvalidRequest(field, f"{shown(wrong[0])} is {type(wrong[0]).__name__}", allowed)

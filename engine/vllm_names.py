@@ -163,13 +163,14 @@ def _check_fixed(owner: str, name: str, value: object, rule: Fixed) -> None:
     _log.warning("%s ignores %s=%s: %s", owner, name, shown(value), rule.reason)
 
 
-def _num_speculative_tokens(config: Mapping[str, Any]) -> int:
+def _num_speculative_tokens(config: object) -> int:
     """Of vLLM's speculation by n-grams. How long these are is not ours to choose: it does not change results."""
-    num_tokens = config.get("num_speculative_tokens")
-    if config.get("method") != "ngram" or num_tokens is None:
+    given = config if isinstance(config, Mapping) else {}
+    num_tokens = given.get("num_speculative_tokens")
+    if given.get("method") != "ngram" or not isinstance(num_tokens, int):
         allowed = '{"method": "ngram", "num_speculative_tokens": 5}, or num_speculative_tokens=5'
         raise NotSupported("speculative_config", shown(config), allowed)
-    return int(num_tokens)
+    return num_tokens
 
 
 def _our_value(field: str, value: Any) -> Any:

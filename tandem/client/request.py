@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, TypeVar
 
-from engine.errors import suggestion
+from engine.errors import shown, suggestion
 from protos.tandem.v1 import common_pb2, generation_pb2
 from tandem.client.completion import ToolCall
 
@@ -155,7 +155,8 @@ def generate_request(prompt: Prompt, options: Mapping[str, object]) -> generatio
                 setattr(request, name, value)
     chat_options = {name: options[name] for name in _CHAT_OPTIONS if options.get(name) is not None}
     if isinstance(prompt, str):
-        request.text = prompt
+        with _errors_named("prompt"):
+            request.text = prompt
     elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise TypeError(_PROMPTS)
     else:
@@ -169,7 +170,9 @@ def generate_request(prompt: Prompt, options: Mapping[str, object]) -> generatio
 
 def _set_items(request: generation_pb2.GenerateRequest, items: list[Any]) -> None:
     if items and all(isinstance(item, Mapping) for item in items):
-        request.chat.messages.extend(map(_message, items))
+        for index, item in enumerate(items):
+            with _errors_named(f"messages[{index}]"):
+                request.chat.messages.append(_message(item))
     elif all(isinstance(item, int) for item in items):
         request.token_ids.ids.extend(items)
         request.token_ids.SetInParent()
@@ -187,17 +190,32 @@ def _message(message: Mapping[str, Any]) -> generation_pb2.ChatMessage:
     if missing := {"role", "content"} - set(message) - ({"content"} if message.get("tool_calls") else set()):
         raise TypeError(f"a chat message has the key {min(missing)}; this one has {sorted(message)}")
     fields = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
-    return generation_pb2.ChatMessage(**fields, tool_calls=map(_tool_call, message.get("tool_calls") or ()))
+    for name, value in fields.items():
+        _check_type(name, value, str, "a string")
+    calls = message.get("tool_calls") or ()
+    _check_type("tool_calls", calls, Sequence, "a list of calls")
+    return generation_pb2.ChatMessage(**fields, tool_calls=map(_tool_call, calls))
+
+
+def _check_type(name: str, value: object, kind: type, wanted: str) -> None:
+    """Raises TypeError. What protobuf says of a wrong type names neither field nor value."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: {shown(value)} is {type(value).__name__}, not {wanted}")
 
 
 def _tool_call(call: ToolCall | Mapping[str, Any]) -> generation_pb2.ToolCall:
     if isinstance(call, ToolCall):
         return generation_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+    _check_type("tool_calls", call, Mapping, "a call")
     function = call.get("function", call)
+    _check_type("function", function, Mapping, "an object of name and arguments")
     try:
-        return generation_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
+        fields = {"id": call["id"], "name": function["name"], "arguments": function["arguments"]}
     except KeyError as missing:
         raise TypeError(f"a tool call has id, name and arguments; this one has no {missing}") from None
+    for name, value in fields.items():
+        _check_type(name, value, str, "a string")
+    return generation_pb2.ToolCall(**fields)
 
 
 def _set_chat_options(
@@ -207,22 +225,31 @@ def _set_chat_options(
     parallel_tool_calls: bool = True,
     template_variables: Mapping[str, object] | None = None,
 ) -> None:
-    for tool in tools:
-        function = dict(tool.get("function", tool))
-        parameters = function.get("parameters")
-        if parameters is not None and not isinstance(parameters, str):
-            function["parameters"] = json.dumps(parameters)
-        chat.tools.append(_with_known_fields(function))
+    _check_type("tools", tools, Sequence, "a list of tools")
+    _check_type("tool_choice", tool_choice, str, "auto, none, required or the name of a tool")
+    _check_type("parallel_tool_calls", parallel_tool_calls, int, "true or false")
+    _check_type("template_variables", template_variables or {}, Mapping, "values by name")
+    for index, tool in enumerate(tools):
+        _check_type(f"tools[{index}]", tool, Mapping, "a tool")
+        with _errors_named(f"tools[{index}]"):
+            chat.tools.append(_tool(tool))
     if tool_choice in _TOOL_CHOICES:
         chat.tool_choice = _TOOL_CHOICES[tool_choice]
     else:
         chat.required_tool = tool_choice
     chat.single_tool_call = not parallel_tool_calls
-    chat.template_variables = json.dumps(template_variables) if template_variables else ""
+    with _errors_named("template_variables"):
+        chat.template_variables = json.dumps(template_variables) if template_variables else ""
 
 
-def _with_known_fields(function: Mapping[str, Any]) -> generation_pb2.Tool:
-    try:
-        return generation_pb2.Tool(**{name: value for name, value in function.items() if value is not None})
-    except ValueError:
-        raise TypeError(f"a tool has name, description, parameters and strict, not {sorted(function)}") from None
+def _tool(tool: Mapping[str, Any]) -> generation_pb2.Tool:
+    function = tool.get("function", tool)
+    _check_type("function", function, Mapping, "an object of name, description, parameters and strict")
+    fields = {name: value for name, value in function.items() if value is not None}
+    parameters = fields.get("parameters", "")
+    fields["parameters"] = parameters if isinstance(parameters, str) else json.dumps(parameters)
+    if unknown := set(fields) - set(generation_pb2.Tool.DESCRIPTOR.fields_by_name):
+        raise TypeError(f"a tool has name, description, parameters and strict, not {sorted(unknown)}")
+    for name, value in fields.items():
+        _check_type(name, value, *((int, "true or false") if name == "strict" else (str, "a string")))
+    return generation_pb2.Tool(**fields)

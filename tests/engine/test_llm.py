@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import io
 import itertools
 import json
 import shutil
@@ -191,6 +193,46 @@ def test_an_invalid_prompt_leaves_no_progress_bar(demo: LLM, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
     demo.generate("Once", GREEDY)
     assert "Generating" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompts", [b"Once", [b"Once"], [bytearray(b"Once")], None, [None], 5, ["Once", 5], {"Once"}])
+def test_what_is_no_prompt_is_named_with_what_is_one(demo: LLM, prompts: Any) -> None:
+    """Bytes would be the token ids that their values are."""
+    with pytest.raises(InvalidRequest, match=r"^prompt: .* is \w+; allowed: a text, a list of token ids"):
+        demo.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [QUESTION[0], "Who?", ["Who?"], None, [5], iter([QUESTION])])
+def test_what_is_no_conversation_is_named_with_what_is_one(demo: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages: .* is \w+; allowed: a list of {"):
+        demo.chat(messages, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("tools", ["get_weather", {"name": "get_weather"}, [len]])
+def test_what_is_no_tool_is_named_with_what_is_one(demo: LLM, tools: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^tools: .* is \w+; allowed: a list of {\"type\": \"function\""):
+        demo.chat(QUESTION, GREEDY, use_tqdm=False, tools=tools)
+
+
+class BrokenStream(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def closed_stream() -> io.TextIOWrapper:
+    stream = io.TextIOWrapper(io.BytesIO())
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stderr", [None, closed_stream(), BrokenStream()], ids=["none", "closed", "broken"])
+def test_answers_come_where_the_progress_bar_cannot_be_written(
+    demo: LLM, monkeypatch: pytest.MonkeyPatch, stderr: io.TextIOBase | None
+) -> None:
+    """None: as in a process whose standard error was closed before its start."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    answers = demo.generate(["Once", "A tandem is"], GREEDY)
+    assert [answer.finished for answer in answers] == [True, True]
 
 
 def test_the_defaults_are_those_of_the_generation_config(demo: LLM) -> None:

@@ -253,6 +253,11 @@ def test_a_name_whose_value_is_automatic_gives_no_field(
         ({"dtype": "int3"}, "dtype: 'int3' is not supported yet; allowed: auto, float32, bfloat16"),
         ({"load_format": "pt"}, "load_format: 'pt' is not supported yet; allowed: auto, dummy"),
         ({"tokenizer_mode": "slow"}, "allowed: 'auto' or 'hf'; use tokenizer.json in the model's folder"),
+        ({"speculative_config": "ngram"}, 'speculative_config: \'ngram\' is .*; allowed: {"method": "ngram"'),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": "x"}},
+            "speculative_config: .*; allowed: {",
+        ),
         ({"tokenizer": "demo"}, "tokenizer: 'demo' is not supported yet; allowed: None"),
     ],
 )

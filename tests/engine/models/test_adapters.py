@@ -101,6 +101,13 @@ def test_equal_prompts_of_two_adapters_share_no_kv(model: Path, adapters: dict[s
             assert answer.num_cached_tokens == num_cached_tokens
 
 
+def test_none_in_a_list_of_adapters_is_none_of_them(model: Path, adapters: dict[str, Path]) -> None:
+    llm = make_llm(model, adapters)
+    [plain, adapted] = llm.generate([[5, 6], [5, 6]], GREEDY, use_tqdm=False, lora=[None, "all"])
+    [expected] = llm.generate([5, 6], GREEDY, use_tqdm=False)
+    assert plain["token_ids"] == expected["token_ids"] != adapted["token_ids"]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -348,6 +348,46 @@ def test_an_option_of_another_type_is_named(name: str, value: object) -> None:
         generate_request("hi", {name: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tools": WEATHER}, "tools: .* is dict, not a list"),
+        ({"tools": "x"}, r"tools\[0\]: 'x' is str"),
+        ({"tools": [WEATHER, 1]}, r"tools\[1\]: 1 is int"),
+        ({"tools": [{"type": "function", "function": "x"}]}, r"tools\[0\]: function: 'x' is str"),
+        ({"tools": [{"name": 5}]}, r"tools\[0\]: name: 5 is int, not a string"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: .* is dict, not auto, none, required or the name"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls: 'no' is str, not true or false"),
+        ({"template_variables": ["x"]}, r"template_variables: \['x'\] is list"),
+        ({"template_variables": {"x": {1}}}, "template_variables: .*not JSON"),
+    ],
+)
+def test_an_option_of_a_chat_of_another_type_is_named(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TypeError, match=f"^{problem}"):
+        generate_request([{"role": "user", "content": "hi"}], options)
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}]}, "content: .* is list, not a string"),
+        ({"role": 5, "content": "hi"}, "role: 5 is int"),
+        ({"role": "assistant", "tool_calls": 5}, "tool_calls: 5 is int"),
+        ({"role": "assistant", "tool_calls": [5]}, "tool_calls: 5 is int, not a call"),
+        ({"role": "assistant", "tool_calls": [{"id": "c", "function": "f"}]}, "function: 'f' is str"),
+        ({"role": "assistant", "tool_calls": [{"id": "c", "name": "f", "arguments": {}}]}, "arguments: {} is dict"),
+    ],
+)
+def test_a_message_of_another_type_is_named(message: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TypeError, match=rf"^messages\[1\]: {problem}"):
+        generate_request([{"role": "user", "content": "hi"}, message], {})
+
+
+def test_a_prompt_that_is_no_valid_unicode_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^prompt: .*surrogates not allowed"):
+        generate_request("a\ud800", {})
+
+
 @pytest.mark.parametrize("name", ["choice", "bad_words"])
 def test_a_string_is_no_list_of_them(name: str) -> None:
     """It would be the list of its letters."""
