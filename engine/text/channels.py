@@ -15,9 +15,9 @@ The marks are special tokens, which every constraint excludes: a constrained ans
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from engine.text.chat_output import SPACE, ChatDelta, Pattern, ToolCallDelta, literal, overlap
+from engine.text.chat_output import SPACE, ChatDelta, Pattern, StateParser, ToolCallDelta, literal, overlap
 
 CHANNEL = "<|channel|>"
 ANSWER_HEAD = f"{CHANNEL}final<|message|>"
@@ -36,8 +36,8 @@ _HEADS = [
 ]
 
 
-class ChannelParser:
-    """Divides the text of one choice; a `ChatParser`."""
+class ChannelParser(StateParser):
+    """Divides the text of one choice."""
 
     def __init__(self, names: Collection[str], *, max_calls: int | None = None, is_answer: bool = False) -> None:
         """`names`: of the tools; `max_calls`: what follows them is dropped; `is_answer`: the prompt ends with
@@ -45,18 +45,9 @@ class ChannelParser:
         self._names = names
         self._max_calls = max_calls
         self._buffer = "" if is_answer else "assistant"  # with which the prompt ends
-        self._state: Callable[[ChatDelta, bool], bool] = self._content if is_answer else self._head
+        self._state = self._content if is_answer else self._head
         self._has_reasoning = self._has_content = False
         self._num_calls = 0
-
-    def push(self, text: str, *, final: bool = False) -> ChatDelta:
-        delta = ChatDelta()
-        self._buffer += text
-        while self._state(delta, final):
-            pass
-        return delta
-
-    # States. Each takes from the buffer what is certain, and returns whether the next state can go on.
 
     def _head(self, delta: ChatDelta, final: bool) -> bool:
         found = next((match for head in _HEADS if (match := head.match(self._buffer))), None)

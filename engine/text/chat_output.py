@@ -171,8 +171,23 @@ class ChatParser(Protocol):
         """Take the next text, the last one with `final`; return what is certain."""
 
 
-class ReasoningParser:
-    """Divides the text of one choice into reasoning and the rest; a `ChatParser`."""
+class StateParser:
+    """A `ChatParser` of states: each takes from the buffer what is certain, and returns whether the next can go on."""
+
+    _buffer: str
+    _state: Callable[[ChatDelta, bool], bool]
+
+    def push(self, text: str, *, final: bool = False) -> ChatDelta:
+        """See `ChatParser.push`."""
+        delta = ChatDelta()
+        self._buffer += text
+        while self._state(delta, final):
+            pass
+        return delta
+
+
+class ReasoningParser(StateParser):
+    """Divides the text of one choice into reasoning and the rest."""
 
     def __init__(self, rest: ChatParser | None, *, is_open: bool, is_exact: bool = False) -> None:
         """`is_open`: the prompt ends with <think>. Without `rest` all that follows is content. `is_exact`: a constraint
@@ -180,15 +195,8 @@ class ReasoningParser:
         self._rest = rest
         self._is_exact = is_exact
         self._buffer = ""
-        self._state: Callable[[ChatDelta, bool], bool] = self._thinking if is_open else self._start
+        self._state = self._thinking if is_open else self._start
         self._is_blank = True
-
-    def push(self, text: str, *, final: bool = False) -> ChatDelta:
-        delta = ChatDelta()
-        self._buffer += text
-        while self._state(delta, final):
-            pass
-        return delta
 
     def _start(self, delta: ChatDelta, final: bool) -> bool:
         text = self._buffer.lstrip()
@@ -263,8 +271,8 @@ class Brackets:
         return None
 
 
-class ToolCallParser:
-    """Divides the text of one choice into content and calls; a `ChatParser`."""
+class ToolCallParser(StateParser):
+    """Divides the text of one choice into content and calls."""
 
     def __init__(
         self,
@@ -291,18 +299,13 @@ class ToolCallParser:
         """Of the brackets around the arguments."""
         self.num_calls = 0
         begins_with_call = not form.mark or (is_forced and form.has_special_mark)
-        self._state: Callable[[ChatDelta, bool], bool] = self._head if begins_with_call else self._text
+        self._state = self._head if begins_with_call else self._text
 
     def push(self, text: str, *, final: bool = False) -> ChatDelta:
-        delta = ChatDelta()
-        self._buffer += text
-        while self._state(delta, final):
-            pass
+        delta = super().push(text, final=final)
         if self._calls_only:
             delta.content = ""
         return delta
-
-    # States. Each takes from the buffer what is certain, and returns whether the next state can go on.
 
     def _text(self, delta: ChatDelta, final: bool) -> bool:
         mark = self._form.mark
