@@ -8,29 +8,18 @@ from typing import cast
 import pytest
 import torch
 
-from engine.attention.compilation import has_pairs
 from engine.models import adapters
 from engine.models.adapter_kernels import order_address
 from engine.models.adapters import Adapters, CompiledAdapters, GroupedAdapters
+from tests.engine.models.multiplied import KINDS, multiply_as
 
-KINDS = {
-    "float32": (torch.float32, False),
-    "bfloat16, converted": (torch.bfloat16, False),
-    "bfloat16, in pairs": (torch.bfloat16, True),
-    "float16": (torch.float16, False),
-}
-"""How numbers are multiplied: the element type, and whether as pairs."""
 Pairs = list[list[tuple[torch.Tensor, torch.Tensor]] | None]
 
 
 @pytest.fixture(params=KINDS)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """As on a processor that multiplies numbers of this type in this way."""
-    dtype, in_pairs = KINDS[request.param]
-    if in_pairs and not has_pairs():
-        pytest.skip("the kernel needs AVX512_BF16")
-    monkeypatch.setattr(adapters, "multiplies_pairs", lambda: in_pairs)
-    return dtype
+    return multiply_as(request.param, adapters, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -7,29 +7,20 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine.attention.compilation import has_pairs, has_wide_registers, multiplies_tiles
+from engine.attention.compilation import has_wide_registers, multiplies_tiles
 from engine.models import linear
 from engine.models.linear import Linear, PackedLinear, PanelLinear, make_linear
 from engine.models.panel_linear_kernels import runs_of
+from tests.engine.models.multiplied import KINDS, multiply_as
 
 NUM_RESULTS = 1 << 17
 """Another order of addition rounds one result in 2,000 to 20,000 to another bfloat16."""
-KINDS = {
-    "float32": (torch.float32, False),
-    "bfloat16, converted": (torch.bfloat16, False),
-    "bfloat16, in pairs": (torch.bfloat16, True),
-}
-"""How numbers are multiplied: the element type, and whether as pairs."""
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[kind for kind in KINDS if kind != "float16"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """As on a processor that multiplies numbers of this type in this way."""
-    dtype, in_pairs = KINDS[request.param]
-    if in_pairs and not has_pairs():
-        pytest.skip("the kernel needs AVX512_BF16")
-    monkeypatch.setattr(linear, "multiplies_pairs", lambda: in_pairs)
-    return dtype
+    return multiply_as(request.param, linear, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ them with the same numbers."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.attention.compilation import has_pairs
 from engine.config import Quantization
 from engine.errors import UnsupportedModel
 from engine.models import quantized
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix, stacked
 from tests.builders import dequantised, lively_checkpoint
+from tests.engine.models.multiplied import KINDS, multiply_as
 from tests.oracle import GreedyOracle, random_prompts
 
 GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 512}
@@ -55,7 +56,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("codes", "kind"),
     [
-        *((codes, kind) for codes in METHODS for kind in ("float32", "float16", "bfloat16", "bfloat16, in pairs")),
+        *itertools.product(METHODS, KINDS),
         ("4 bits, zero points", "bfloat16, in pairs"),
         ("4 bits, zero points", "float32"),
         ("8 bits, zero points", "float32"),
@@ -64,10 +65,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_row_is_the_product_with_the_numbers_and_has_the_same_bits_among_any_others(
     codes: str, kind: str, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (in_pairs := kind.endswith("in pairs")) and not has_pairs():
-        pytest.skip("the kernel needs AVX512_BF16")
-    monkeypatch.setattr(quantized, "multiplies_pairs", lambda: in_pairs)
-    dtype: torch.dtype = getattr(torch, kind.partition(",")[0])
+    dtype = multiply_as(kind, quantized, monkeypatch)
     matrix = matrix_of(outputs, inputs, codes)
     bias, x = random(outputs, seed=1), random(70, inputs, seed=2).to(dtype)
     layer = QuantizedLinear(matrix, bias, dtype)
