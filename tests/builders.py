@@ -133,6 +133,9 @@ def dequantised(folder: Path, target: Path, quantization: str) -> Path:
                 tensors[name] = _dequantised(weight.t() if is_transposed else weight, quantization)
                 if is_transposed:
                     tensors[name] = tensors[name].t().contiguous()
+            elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # gpt-oss: [experts, inputs, outputs]
+                matrices = [_dequantised(matrix.t(), quantization).t() for matrix in weight]
+                tensors[name] = torch.stack(matrices)
         save_file(tensors, path, metadata={"format": "pt"})
     return target
 

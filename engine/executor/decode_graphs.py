@@ -252,10 +252,12 @@ def _is_view(func: Any, inputs: tuple[Any, ...], result: Any) -> bool:
 
 
 def _again(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], object]:
-    """Calls the operation again, with its result where it was."""
+    """Calls the operation again, with its result, or its several results, where they were."""
     if func._schema.is_mutable:
         return lambda: func(*args, **kwargs)
-    return lambda: result.copy_(func(*args, **kwargs))
+    if isinstance(result, torch.Tensor):
+        return lambda: result.copy_(func(*args, **kwargs))
+    return lambda: [one.copy_(now) for one, now in zip(result, func(*args, **kwargs), strict=True)]
 
 
 class _Temporaries:

@@ -71,10 +71,10 @@ class OneProcessExecutor:
 
     @staticmethod
     def uses_graphs(config: EngineConfig, model_config: DecoderConfig, attention_name: str) -> bool:
-        """Where a forward of single tokens reads nothing on the host: not with experts, whose numbers of tokens are
-        read, with the reference, or in the transformers backend, which is not known. On CPU it is worth it where the
-        layers are kernels of our own: a recording keeps the memory of torch's operations."""
-        if not isinstance(model_config, ModelConfig) or model_config.experts is not None:
+        """Where a forward of single tokens reads nothing on the host: not with the reference, in the transformers
+        backend, which is not known, or with experts on a GPU, whose numbers of tokens are read. On CPU it is worth it
+        where the layers are kernels of our own: a recording keeps the memory of torch's operations."""
+        if not isinstance(model_config, ModelConfig):
             return False
         if config.device == "cpu":
             dtype = getattr(torch, model_config.resolve_dtype(config.dtype))
@@ -84,7 +84,7 @@ class OneProcessExecutor:
             )
             is_ours = isinstance(elementwise, CompiledElementwise) and are_kernels(dtype, config.quantization)
             return is_ours and attention_name == "cpu"
-        return attention_name in ("triton", "flash") and not config.enforce_eager
+        return model_config.experts is None and attention_name in ("triton", "flash") and not config.enforce_eager
 
     def free_for_kv(self, layout: KVLayout, max_model_len: int) -> int:
         if self._device.type == "cpu":

@@ -17,8 +17,9 @@ from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.machine import second_level_bytes
 from engine.models.elementwise import to_float32
+from engine.models.experts import GroupedLinear
 from engine.models.panel_linear_kernels import CHUNK, PANEL, multiply_address, runs_of
-from engine.models.quantized import QuantizedLinear, stacked
+from engine.models.quantized import QuantizedLinear, QuantizedMatrix, padded_bias, stacked
 from engine.models.weights import WeightSource
 
 
@@ -44,15 +45,26 @@ class LinearSource:
         base = self._base(parts, in_features, has_bias=has_bias)
         return base if self.adapters is None else self.adapters.added_to(base, parts, in_features)
 
+    def take_grouped(self, layers: list[dict[str, int]], in_features: int) -> GroupedLinear:
+        """Layers without biases, for the kernels (`are_kernels`); each as `parts` of `take`."""
+        names = {name: size for parts in layers for name, size in parts.items()}
+        taken = self._taken(names, in_features)
+        if isinstance(taken, torch.Tensor):
+            return PanelLinear(taken, None, num_matrices=len(layers))
+        return QuantizedLinear(taken, None, self.dtype, num_matrices=len(layers))
+
     def _base(self, parts: dict[str, int], in_features: int, *, has_bias: bool) -> Linear:
+        biases = {f"{name}.bias": (size,) for name, size in parts.items()}
+        bias = _taken_together(self.weights, biases) if has_bias else None
+        taken = self._taken(parts, in_features)
+        return make_linear(taken, bias) if isinstance(taken, torch.Tensor) else QuantizedLinear(taken, bias, self.dtype)
+
+    def _taken(self, parts: dict[str, int], in_features: int) -> torch.Tensor | QuantizedMatrix:
         weights, quantization = self.weights, self.quantization
         shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
-        biases = {f"{name}.bias": (size,) for name, size in parts.items()} if has_bias else {}
-        bias = _taken_together(weights, biases) if has_bias else None
         if quantization == "none" and not all(weights.keeps_codes(name, shape) for name, shape in shapes.items()):
-            return make_linear(_taken_together(weights, shapes), bias)
-        matrices = [weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()]
-        return QuantizedLinear(stacked(matrices), bias, self.dtype)
+            return _taken_together(weights, shapes)
+        return stacked([weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()])
 
 
 def _taken_together(weights: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:
@@ -66,10 +78,21 @@ class Linear(Protocol):
         """x [rows, in_features] -> [rows, out_features], same dtype."""
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization = "none") -> Linear:
     """y = x W^T + b. weight [out_features, in_features], bias [out_features], on the device and of the dtype to run
     with. On CPU the layer has copies of both, and the bits of a row do not depend on the other rows of the call."""
+    if quantization != "none":
+        return QuantizedLinear(QuantizedMatrix.of(weight, quantization), bias, weight.dtype)
     return PanelLinear(weight, bias) if PanelLinear.supports(weight) else PackedLinear(weight, bias)
+
+
+def make_grouped_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization) -> GroupedLinear:
+    """weight [layers, out_features, in_features], bias [layers, out_features]: as `make_linear`, for the kernels."""
+    num_layers, bias = len(weight), None if bias is None else bias.flatten()
+    if quantization == "none":
+        return PanelLinear(weight.flatten(0, 1), bias, num_matrices=num_layers)
+    matrices = stacked([QuantizedMatrix.of(matrix, quantization) for matrix in weight])
+    return QuantizedLinear(matrices, bias, weight.dtype, num_matrices=num_layers)
 
 
 def are_kernels(dtype: torch.dtype, quantization: Quantization) -> bool:
@@ -156,7 +179,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
 _SHORT_PRODUCTS = 1 << 16
 """With fewer multiplications of numbers one thread finishes before a second has started."""
 
-_Arguments = ctypes.c_int64 * 11
+_Arguments = ctypes.c_int64 * 13
 _address_of = {in_pairs: functools.partial(multiply_address, in_pairs=in_pairs) for in_pairs in (False, True)}
 
 
@@ -171,14 +194,14 @@ class PanelLinear:
     no product of bfloat16, and torch's own reaches an eighth of the processor's speed.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """weight [out_features, in_features], copied into the kernels' order; bias [out_features]."""
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, num_matrices: int = 1) -> None:
+        """weight [num_matrices * out_features, in_features], copied into the kernels' order; bias [num_matrices *
+        out_features]."""
+        self.out_features, self.in_features = len(weight) // num_matrices, weight.shape[1]
+        self._num_matrices = num_matrices
         self._outputs = -(-self.out_features // WIDTH) * WIDTH
-        self._panels = _in_panels(weight)
-        if bias is None:
-            bias = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
-        self._bias = torch.nn.functional.pad(bias.float(), (0, -self.out_features % PANEL))
+        self._panels = _in_panels(weight, num_matrices)
+        self._bias = padded_bias(bias, num_matrices, self.out_features)
         in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
         # Where two panels and the rows do not fit, the next panel would evict this one before its last rows.
         self._next_fits = 3 * self._panels[:1].nbytes <= second_level_bytes()
@@ -196,14 +219,16 @@ class PanelLinear:
             return weight.shape[1] % 2 == 0 and (is_faster or not _has_onednn_bfloat16())
         return weight.dtype == torch.float32 and has_wide_registers()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_features] -> [rows, out_features], same dtype."""
+    def __call__(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """See `GroupedLinear`; without `starts` there is one layer."""
         num_rows = x.shape[0]
         output = x.new_empty((num_rows, self._outputs))
         if not num_rows:
             return output[:, : self.out_features]
         x = to_float32(x) if self._are_converted else x.contiguous()
-        num_tasks = len(self._panels) * -(-num_rows // CHUNK)
+        num_used = min(num_rows, self._num_matrices)  # at most
+        rows_of_one = -(-num_rows // num_used)
+        num_tasks = len(self._panels) // self._num_matrices * num_used * -(-rows_of_one // CHUNK)
         num_threads = torch.get_num_threads()
         arguments = _Arguments(
             0,
@@ -214,10 +239,12 @@ class PanelLinear:
             self._panels.data_ptr(),
             self._bias.data_ptr(),
             output.data_ptr(),
-            self._next_fits and num_rows > 4 and num_tasks > num_threads,
-            *runs_of(num_tasks, num_threads, num_rows),
+            self._next_fits and rows_of_one > 4 and num_tasks > num_threads,
+            *runs_of(num_tasks, num_threads, rows_of_one),
+            0 if starts is None else starts.data_ptr(),
+            self._num_matrices,
         )
-        is_short = num_rows * self._panels.numel() < _SHORT_PRODUCTS
+        is_short = num_rows * self._panels.numel() < _SHORT_PRODUCTS * self._num_matrices
         self._launch(None if is_short else num_threads, arguments)
         return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
 
@@ -227,11 +254,13 @@ def _has_onednn_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _in_panels(weight: torch.Tensor) -> torch.Tensor:
-    """Numbers of 32 bits [panels, numbers, 64], the last panel filled with zeros."""
-    numbers = weight.contiguous().view(torch.int32)
-    whole = len(numbers) // PANEL * PANEL
-    panels = numbers.new_zeros((-(-len(numbers) // PANEL), numbers.shape[1], PANEL))
-    panels[: whole // PANEL] = numbers[:whole].view(-1, PANEL, numbers.shape[1]).transpose(1, 2)
-    panels[whole // PANEL :, :, : len(numbers) - whole] = numbers[whole:].t()
-    return panels
+def _in_panels(weight: torch.Tensor, num_matrices: int) -> torch.Tensor:
+    """Numbers of 32 bits [panels, numbers, 64], the last panel of each matrix filled with zeros."""
+    numbers = weight.contiguous().view(torch.int32).unflatten(0, (num_matrices, -1))
+    num_outputs, num_numbers = numbers.shape[1:]
+    whole = num_outputs // PANEL
+    shape = (num_matrices, -(-num_outputs // PANEL), num_numbers, PANEL)
+    panels = torch.zeros(shape, dtype=torch.int32, device="cpu")
+    panels[:, :whole] = numbers[:, : whole * PANEL].unflatten(1, (whole, PANEL)).transpose(2, 3)
+    panels[:, whole:, :, : num_outputs - whole * PANEL] = numbers[:, None, whole * PANEL :].transpose(2, 3)
+    return panels.flatten(0, 1)

@@ -15,8 +15,9 @@ from engine.attention import AttentionBackend, AttentionMetadata
 from engine.models import LastTokens
 from engine.models.adapters import Adapters
 from engine.models.config import ModelConfig, RopeParameters
-from engine.models.elementwise import Elementwise, HeadNorm, HeadShape, elementwise_for
-from engine.models.linear import Linear, LinearSource, make_linear
+from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
+from engine.models.experts import CompiledExperts, Experts, SeparateExperts
+from engine.models.linear import Linear, LinearSource, are_kernels, make_linear
 from engine.models.weights import WeightSource
 from engine.partition import Part
 from engine.ranks import RankGroup, Stages
@@ -276,9 +277,7 @@ def _yarn(rope: RopeParameters, wave: torch.Tensor, head_dim: int) -> torch.Tens
     return 1.0 / (rope.factor * wave) * (1 - kept) + 1.0 / wave * kept
 
 
-# The MLP of a layer. Experts compute their tokens together, in ascending order of the experts. A token's bits depend on
-# that token alone: a linear layer's row does not depend on the other rows, and a token's experts are added in the same
-# order in any batch.
+# The MLP of a layer
 
 
 class GatedMLP:
@@ -297,7 +296,7 @@ class GatedMLP:
 class SparseMLP:
     """The sum of a token's experts, weighted by the router's softmax over all experts."""
 
-    def __init__(self, router: Linear, experts: list[GatedMLP], *, num_per_token: int, normalises: bool) -> None:
+    def __init__(self, router: Linear, experts: Experts, *, num_per_token: int, normalises: bool) -> None:
         self._router = router
         self._experts = experts
         self._num_per_token = num_per_token
@@ -305,35 +304,30 @@ class SparseMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        weights, chosen = self._route(x)
-        counts = torch.bincount(chosen, minlength=len(self._experts)).tolist()
-        by_expert = chosen.argsort(stable=True)
-        tokens = by_expert // self._num_per_token
-        inputs, weights = x[tokens].split(counts), weights[by_expert, None].split(counts)
-        output = torch.zeros_like(x)
-        for expert, rows, part, weight in zip(self._experts, tokens.split(counts), inputs, weights, strict=True):
-            if len(rows):
-                output.index_add_(0, rows, expert(part) * weight)
-        return output
+        return self._experts(x, *self._route(x))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight (dtype of x) and expert of every choice, [tokens * num_per_token], token after token."""
+        """Weight (dtype of x) and expert of every choice, [tokens, num_per_token]."""
         probabilities = self._router(x).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self._num_per_token, dim=-1)
         if self._normalises:
             weights /= weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype).flatten(), chosen.flatten()
+        return weights.to(x.dtype), chosen
 
 
 def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
     hidden, experts, prefix = config.hidden_size, config.experts, f"model.layers.{layer}.mlp"
     names = ("gate_proj", "up_proj", "down_proj")
 
-    def gated(prefix: str, size: int, *, has_bias: bool) -> GatedMLP:
-        """`size`: between the projections."""
+    def projections(prefix: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
+        """`size`: between them."""
         gate, up, down = (f"{prefix}.{name}" for name in names)
-        gate_up = linears.take({gate: size, up: size}, hidden, has_bias=has_bias)
-        return GatedMLP(gate_up, linears.take({down: hidden}, size, has_bias=has_bias), elementwise)
+        return {gate: size, up: size}, {down: hidden}
+
+    def gated(prefix: str, size: int, *, has_bias: bool) -> GatedMLP:
+        gate_up, down = projections(prefix, size)
+        taken = linears.take(gate_up, hidden, has_bias=has_bias)
+        return GatedMLP(taken, linears.take(down, size, has_bias=has_bias), elementwise)
 
     if experts is None or not experts.layers[layer]:
         return gated(prefix, config.intermediate_size, has_bias=config.mlp_bias)
@@ -343,12 +337,14 @@ def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwi
     router_shape = (experts.num_experts, hidden)
     router = make_linear(linears.weights.take(f"{prefix}.gate.weight", router_shape, is_kept=False))
     linears = replace(linears, adapters=None)  # an expert's rows are not the step's
-    return SparseMLP(
-        router,
-        [
-            gated(f"{prefix}.experts.{expert}", experts.intermediate_size, has_bias=False)
-            for expert in range(experts.num_experts)
-        ],
-        num_per_token=experts.num_per_token,
-        normalises=experts.normalises,
-    )
+    size, prefixes = experts.intermediate_size, [f"{prefix}.experts.{one}" for one in range(experts.num_experts)]
+    taken: Experts
+    if isinstance(elementwise, CompiledElementwise) and are_kernels(linears.dtype, linears.quantization):
+        gate_up, down = ([*layers] for layers in zip(*(projections(one, size) for one in prefixes), strict=True))
+        up = linears.take_grouped(gate_up, hidden)
+        taken = CompiledExperts(
+            up, elementwise.silu_and_mul, linears.take_grouped(down, size), num_experts=experts.num_experts
+        )
+    else:
+        taken = SeparateExperts([gated(one, size, has_bias=False) for one in prefixes])
+    return SparseMLP(router, taken, num_per_token=experts.num_per_token, normalises=experts.normalises)

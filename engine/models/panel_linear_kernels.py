@@ -33,6 +33,7 @@ from engine.attention.compilation import has_wide_registers, kernel, kernel_part
 from engine.attention.micro_kernels import I64, ZERO, Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     FLOAT32,
+    INT64,
     KINDS,
     PAIRS,
     WIDTH,
@@ -66,9 +67,10 @@ MANY_ROWS = 12 if has_wide_registers() else 4
 
 def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
-    float32 [rows, inputs] where pairs are converted; matrix [panels, numbers, 64], bias (float32 [panels, 64]), output
-    [rows, outputs], whether threads prefetch their next panel; of `runs_of`: tasks of a run, runs. `dtype`: float32, or
-    bfloat16, whose numbers are pairs, multiplied as such if `in_pairs`."""
+    float32 [rows, inputs] where pairs are converted; matrices [matrices, panels, numbers, 64], bias (float32 [matrices,
+    panels, 64]), output [rows, outputs], whether threads prefetch their next panel; of `runs_of`: tasks of a run, runs;
+    first row of each matrix and the end (int64 [matrices + 1]; 0: all rows), matrices. `dtype`: float32, or bfloat16,
+    whose numbers are pairs, multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
     numbers = PAIRS if in_pairs else kind
     if dtype == "bfloat16" and not in_pairs:
@@ -86,50 +88,81 @@ def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     return int(compiled.address)
 
 
-def _multiplying(many):
-    """The kernel's body, for `many` rows at once where there are as many."""
+def _multiplying_panel(many):
+    """Products of rows (first, end, numbers of a row) with one panel: `many` at once where there are as many."""
     multiply_many = _multiply_rows(many, ahead=0)
     num_quarters = _num_quarters(many)
 
     @kernel_part
-    def multiply(a, kind, numbers):
-        rows, outputs, num_numbers = a[1], a[2], a[3]
-        x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
-        output = pointer(a[7], kind)
-        num_chunks = (rows + CHUNK - 1) // CHUNK
+    def multiply_panel(x, rows, matrix, bias, output, places, numbers):
+        (row, last, num_numbers), (outputs, column, panel, line, end) = rows, places
         quarter = WIDTH * num_numbers
+        if row + 4 <= last:
+            at = (outputs, column, panel, line, end)
+            _multiply_first_four(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            line, row = line + quarter, row + 4
+        while row + many <= last:
+            at = (outputs, column, panel, line, end)
+            multiply_many(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            line, row = line + quarter * num_quarters, row + many
+        while many > 4 and row + 4 <= last:
+            at = (outputs, column, panel, line, end)
+            _multiply_four(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            line, row = line + quarter, row + 4
+        at = (outputs, column, panel, line, end)
+        if row + 2 <= last:
+            _multiply_two(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            row += 2
+        if row < last:
+            _multiply_one(x, (row, num_numbers), matrix, bias, output, at, numbers)
+
+    return multiply_panel
+
+
+def _multiplying(many):
+    """The kernel's body."""
+    multiply_panel = _multiplying_panel(many)
+
+    @kernel_part
+    def multiply(a, kind, numbers):
+        outputs, num_numbers, output = a[2], a[3], pointer(a[7], kind)
+        x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
         prefetches, run, num_runs = a[8] != 0, a[9], a[10]
+        outputs_in_panels = (outputs + PANEL - 1) // PANEL * PANEL
         task, left = task_after(a, 0, 0, run, num_runs)
-        while True:
-            column = task // num_chunks * PANEL
-            if column >= outputs:
-                break
-            row = task % num_chunks * CHUNK
-            last = min(row + CHUNK, rows)
-            line = end = 0
-            if prefetches:
-                task, left = task_after(a, task, left, run, num_runs)
-                next_column = task // num_chunks * PANEL
-                is_next = column < next_column < outputs and row + 4 < last
-                line, end = next_column * num_numbers, (next_column + PANEL * is_next) * num_numbers
-            if row + 4 <= last:
-                _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
-                line, row = line + quarter, row + 4
-            while row + many <= last:
-                multiply_many(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
-                line, row = line + quarter * num_quarters, row + many
-            while many > 4 and row + 4 <= last:
-                _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
-                line, row = line + quarter, row + 4
-            if row + 2 <= last:
-                _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
-                row += 2
-            if row < last:
-                _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
-            if not prefetches:
-                task, left = task_after(a, task, left, run, num_runs)
+        begin = 0
+        for number in range(a[12]):
+            first, end_row = rows_of(number, a[11], a[1])
+            num_chunks = (end_row - first + CHUNK - 1) // CHUNK
+            end = begin + outputs_in_panels // PANEL * num_chunks
+            while task < end:
+                column = (task - begin) // num_chunks * PANEL
+                row = first + (task - begin) % num_chunks * CHUNK
+                last = min(row + CHUNK, end_row)
+                panel = number * outputs_in_panels + column
+                line = line_end = 0
+                if prefetches:
+                    task, left = task_after(a, task, left, run, num_runs)
+                    next_column = (task - begin) // num_chunks * PANEL
+                    is_next = column < next_column < outputs and row + 4 < last
+                    line = (panel + next_column - column) * num_numbers
+                    line_end = line + PANEL * num_numbers * is_next
+                places = (outputs, column, panel, line, line_end)
+                multiply_panel(x, (row, last, num_numbers), matrix, bias, output, places, numbers)
+                if not prefetches:
+                    task, left = task_after(a, task, left, run, num_runs)
+            begin = end
 
     return multiply
+
+
+@kernel_part
+def rows_of(number, starts_address, num_rows):
+    """The first row of a matrix, and the end of its rows. The address is 0 where it has all rows."""
+    if starts_address == 0:
+        return 0, num_rows
+    starts = pointer(starts_address, INT64)
+    return starts[number], starts[number + 1]
 
 
 def runs_of(num_tasks: int, num_threads: int, num_rows: int) -> tuple[int, int]:
@@ -171,11 +204,11 @@ def _multiply_rows(num_rows, *, ahead):
         x, row_places, matrix, bias, output, places, _ = args
         arithmetic = Arithmetic(sig.args[6])
         row, num_numbers = cgutils.unpack_tuple(builder, row_places)
-        outputs, column, line, end = cgutils.unpack_tuple(builder, places)
+        outputs, column, panel_column, line, end = cgutils.unpack_tuple(builder, places)
         rows = [builder.add(row, I64(index)) for index in range(num_rows)]
         num_factors = I64(arithmetic.num_factors)
         starts = [builder.mul(one, builder.mul(num_numbers, num_factors)) for one in rows]
-        panel = builder.mul(column, num_numbers)
+        panel = builder.mul(panel_column, num_numbers)
 
         def multiply_part(part, *, prefetches_next=False):
             offset = builder.mul(part, I64(WIDTH * num_vectors))
@@ -200,9 +233,10 @@ def _multiply_rows(num_rows, *, ahead):
 
             totals = _summed(builder, num_numbers, num_rows * num_vectors, add_products)
             for vector in range(num_vectors):
-                at = builder.add(builder.add(column, offset), I64(WIDTH * vector))
+                place = builder.add(offset, I64(WIDTH * vector))
+                at = builder.add(column, place)
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
-                    added = as_floats(builder, bias, at, types.float32)
+                    added = as_floats(builder, bias, builder.add(panel_column, place), types.float32)
                     for one, total in zip(rows, totals[vector::num_vectors], strict=True):
                         place = builder.add(builder.mul(one, outputs), at)
                         put_floats(builder, output, place, builder.fadd(total, added), sig.args[4].dtype)

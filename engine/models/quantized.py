@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ INT4_GROUP = 32
 """Inputs that share a scale."""
 BITS = {"none": 4, "int8": 8, "int4": 4}
 """Of a code of a checkpoint, at most, so that it is kept."""
-_Arguments = ctypes.c_int64 * 17
+_Arguments = ctypes.c_int64 * 19
 
 
 @functools.cache
@@ -118,9 +119,12 @@ class QuantizedLinear:
     """y = x W^T + b on CPU, W of codes. The bits of a row do not depend on the other rows of the call, nor on the
     number of threads."""
 
-    def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """`dtype`: of inputs and outputs."""
-        self.out_features, self.in_features = matrix.codes.shape
+    def __init__(
+        self, matrix: QuantizedMatrix, bias: torch.Tensor | None, dtype: torch.dtype, *, num_matrices: int = 1
+    ) -> None:
+        """`matrix`, bias: of all matrices, one after the other; `dtype`: of inputs and outputs."""
+        self.out_features, self.in_features = len(matrix.codes) // num_matrices, matrix.codes.shape[1]
+        self._num_matrices = num_matrices
         self._dtype = dtype
         is_even = self.in_features % 2 == 0 and matrix.group % 2 == 0
         self._in_pairs = is_even and dtype == torch.bfloat16 and multiplies_pairs()
@@ -128,17 +132,17 @@ class QuantizedLinear:
         self._num_numbers, self._group = self.in_features // inputs_per_number, matrix.group // inputs_per_number
         self._outputs = -(-self.out_features // WIDTH) * WIDTH
         self._stored_dtype = dtype if is_compiled_for(dtype) else torch.float32
-        missing = -self.out_features % PANEL
-        self._codes = _packed(matrix.codes, missing, inputs_per_number)
+        packed = partial(_packed, num_matrices=num_matrices)
+        self._codes = packed(matrix.codes, inputs_per_number)
         if matrix.bits == 4:
             lower, upper = self._codes.view(-1, 2, WIDTH).unbind(1)
             self._codes = (lower & 15) | (upper << 4)
         self._number_bytes = PANEL * inputs_per_number * matrix.bits // 8
         scales = matrix.scales if is_compiled_for(matrix.scales.dtype) else matrix.scales.float()
-        self._scales = _packed(scales, missing, 1)
+        self._scales = packed(scales, 1)
         self._zeros = None
         if matrix.zeros is not None:
-            self._zeros = _packed(matrix.zeros.repeat_interleave(inputs_per_number, dim=1), missing, inputs_per_number)
+            self._zeros = packed(matrix.zeros.repeat_interleave(inputs_per_number, dim=1), inputs_per_number)
         address_of = _address_of(
             matrix.bits,
             str(scales.dtype).removeprefix("torch."),
@@ -146,16 +150,16 @@ class QuantizedLinear:
             has_zeros=self._zeros is not None,
         )
         self._launch = launcher_for(address_of, self._stored_dtype)
-        if bias is None:
-            bias = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
-        self._bias = torch.nn.functional.pad(bias.float(), (0, missing))
+        self._bias = padded_bias(bias, num_matrices, self.out_features)
         self._threads_begun = torch.zeros(1, dtype=torch.int64, device="cpu")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_features] -> [rows, out_features], same dtype."""
+    def __call__(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """See `engine.models.experts.GroupedLinear`; without `starts` there is one layer."""
         numbers = x.contiguous() if self._in_pairs else to_float32(x)
         output = torch.empty((x.shape[0], self._outputs), dtype=self._stored_dtype, device="cpu")
         num_threads = torch.get_num_threads()
+        num_used = max(1, min(x.shape[0], self._num_matrices))  # at most
+        num_tasks = len(self._scales) // self._num_matrices * num_used
         converted = None
         if x.shape[0] >= CONVERTED_ROWS:
             converted = _scratch_of(num_threads * self._num_numbers * PANEL)
@@ -172,10 +176,12 @@ class QuantizedLinear:
             0 if self._zeros is None else self._zeros.data_ptr(),
             self._bias.data_ptr(),
             output.data_ptr(),
-            *runs_of(len(self._scales), num_threads, x.shape[0]),
+            *runs_of(num_tasks, num_threads, -(-x.shape[0] // num_used)),
             0 if converted is None else converted.data_ptr(),
             self._threads_begun.data_ptr(),
             num_threads,
+            0 if starts is None else starts.data_ptr(),
+            self._num_matrices,
         )
         self._launch(num_threads, arguments)
         return output[:, : self.out_features].to(self._dtype).contiguous()
@@ -198,10 +204,18 @@ def _scratch_of(size: int) -> torch.Tensor:
     return memory
 
 
-def _packed(numbers: torch.Tensor, missing: int, inputs_per_number: int) -> torch.Tensor:
-    """[outputs, inputs] in the order of `quantized_kernels`, with `missing` outputs of zeros at the end: [panels,
-    numbers, outputs of a panel, inputs of a number]."""
-    padded = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
+def _packed(numbers: torch.Tensor, inputs_per_number: int, *, num_matrices: int) -> torch.Tensor:
+    """[outputs of all matrices, inputs] in the order of `quantized_kernels`, each matrix with outputs of zeros at the
+    end: [panels, numbers, outputs of a panel, inputs of a number]."""
+    matrices = numbers.unflatten(0, (num_matrices, -1))
+    padded = torch.nn.functional.pad(matrices, (0, 0, 0, -matrices.shape[1] % PANEL))
     return (
-        padded.reshape(-1, PANEL, padded.shape[1] // inputs_per_number, inputs_per_number).transpose(1, 2).contiguous()
+        padded.reshape(-1, PANEL, numbers.shape[1] // inputs_per_number, inputs_per_number).transpose(1, 2).contiguous()
     )
+
+
+def padded_bias(bias: torch.Tensor | None, num_matrices: int, out_features: int) -> torch.Tensor:
+    """float32 [matrices, whole panels]; bias [matrices * out_features], None: zeros."""
+    if bias is None:
+        bias = torch.zeros(num_matrices * out_features, dtype=torch.float32, device="cpu")
+    return torch.nn.functional.pad(bias.float().view(num_matrices, -1), (0, -out_features % PANEL))

@@ -43,7 +43,7 @@ from engine.attention.simd import (
     repeated,
     vector_at,
 )
-from engine.models.panel_linear_kernels import MANY_ROWS, PANEL, task_after, vectors_at_once
+from engine.models.panel_linear_kernels import MANY_ROWS, PANEL, rows_of, task_after, vectors_at_once
 
 _AHEAD = 4096
 """Bytes: so far the panel is prefetched, past its end into the next one."""
@@ -65,7 +65,8 @@ def multiply_address(dtype: str, bits: int, scales: str, *, in_pairs: bool, has_
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of an input row, numbers of a group, input (rows
     of float32, or of pairs), codes, their bytes for one number of a panel, scales [panels, groups, 64], zero points,
     bias (float32 [panels, 64]), output; of `runs_of`: panels of a run, runs; with CONVERTED_ROWS or more memory for the
-    numbers of a panel of each thread, a counter of threads and how many they are. `dtype`: of the output; `scales`:
+    numbers of a panel of each thread, a counter of threads and how many they are; first row of each matrix and the end
+    (int64 [matrices + 1]; 0: all rows), matrices, whose panels follow each other. `dtype`: of the output; `scales`:
     theirs."""
     kinds = CODES[bits], KINDS[scales], CODES[8] if has_zeros else NO_ZEROS
     kind, numbers = KINDS[dtype], PAIRS if in_pairs else FLOAT32
@@ -79,40 +80,33 @@ def multiply_address(dtype: str, bits: int, scales: str, *, in_pairs: bool, has_
 
 @kernel_part
 def _multiply(a, kind, kinds, numbers_kind):
-    rows, outputs, num_numbers, group, number_bytes = a[1], a[2], a[3], a[4], a[7]
+    outputs, num_numbers, group, number_bytes = a[2], a[3], a[4], a[7]
     numbers, bias, output = pointer(a[5], numbers_kind), pointer(a[10], FLOAT32), pointer(a[11], kind)
     weights = pointer(a[6], kinds[0]), pointer(a[8], kinds[1]), pointer(a[9], kinds[2])
-    num_groups = (num_numbers + group - 1) // group
-    is_converted = rows >= CONVERTED_ROWS
+    num_groups, num_panels = (num_numbers + group - 1) // group, (outputs + PANEL - 1) // PANEL
     place = a[14]
-    if is_converted:
+    if place != 0:
         place += next_task(pointer(a[15], INT64)) % a[16] * num_numbers * PANEL * 4
     converted = pointer(place, FLOAT32), weights[1], pointer(a[9], NO_ZEROS)
     run, num_runs = a[12], a[13]
-    panel, left = task_after(a, 0, 0, run, num_runs)
-    while True:
-        column = panel * PANEL
-        if column >= outputs:
-            break
-        matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
-        row = 0
-        if is_converted:
-            _convert(numbers, (num_numbers, group), weights, matrix, converted[0])
-            while row + MANY_ROWS <= rows:
-                _multiply_many(numbers, (row, num_numbers, group), converted, matrix, bias, output, (outputs, column))
-                row += MANY_ROWS
-        while row + MANY_ROWS <= rows:
-            _multiply_many(numbers, (row, num_numbers, group), weights, matrix, bias, output, (outputs, column))
-            row += MANY_ROWS
-        while row + 4 <= rows:
-            _multiply_four(numbers, (row, num_numbers, group), weights, matrix, bias, output, (outputs, column))
-            row += 4
-        if row + 2 <= rows:
-            _multiply_two(numbers, (row, num_numbers, group), weights, matrix, bias, output, (outputs, column))
-            row += 2
-        if row < rows:
-            _multiply_one(numbers, (row, num_numbers, group), weights, matrix, bias, output, (outputs, column))
-        panel, left = task_after(a, panel, left, run, num_runs)
+    task, left = task_after(a, 0, 0, run, num_runs)
+    begin = 0
+    for number in range(a[18]):
+        first, last = rows_of(number, a[17], a[1])
+        end = begin + num_panels * (first < last)
+        while task < end:
+            panel = number * num_panels + task - begin
+            matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
+            places = (outputs, (task - begin) * PANEL, panel * PANEL)
+            row = first
+            if last - first >= CONVERTED_ROWS:
+                _convert(numbers, (num_numbers, group), weights, matrix, converted[0])
+                while row + MANY_ROWS <= last:
+                    _multiply_many(numbers, (row, num_numbers, group), converted, matrix, bias, output, places)
+                    row += MANY_ROWS
+            _multiply_codes(numbers, (row, last, num_numbers, group), weights, matrix, bias, output, places)
+            task, left = task_after(a, task, left, run, num_runs)
+        begin = end
 
 
 def _coded(builder, codes, at, vector, bits):
@@ -206,7 +200,7 @@ class _Weights:
 
 def _multiply_rows(num_rows):
     """`num_rows` rows times one panel. Places: row, numbers of an input row, numbers of a group; first byte of the
-    panel, bytes of a number, first scale; outputs of a row, first output of the panel."""
+    panel, bytes of a number, first scale; outputs of a row, first output of the panel in its matrix, and in all."""
     num_vectors = vectors_at_once(num_rows)
 
     def codegen(context, builder, sig, args):
@@ -214,7 +208,7 @@ def _multiply_rows(num_rows):
         arithmetic, element = Arithmetic(sig.args[0].dtype), sig.args[5].dtype
         row, *sizes = cgutils.unpack_tuple(builder, row_places)
         places = [*sizes, *cgutils.unpack_tuple(builder, matrix_places)]
-        outputs, column = cgutils.unpack_tuple(builder, output_places)
+        outputs, column, panel_column = cgutils.unpack_tuple(builder, output_places)
         numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
         rows = [builder.add(row, I64(index)) for index in range(num_rows)]
         starts = [builder.mul(one, sizes[0]) for one in rows]
@@ -237,7 +231,7 @@ def _multiply_rows(num_rows):
                     for place, (one, total) in enumerate(zip(sums, totals, strict=True))
                 ]
 
-            biases = matrix.floats_at(bias, column, types.float32) * num_rows
+            biases = matrix.floats_at(bias, panel_column, types.float32) * num_rows
             totals = loop(builder, I64(0), matrix.num_groups, biases, add_group)
             for index, offset in enumerate(matrix.offsets):
                 at = builder.add(column, offset)
@@ -249,8 +243,8 @@ def _multiply_rows(num_rows):
         return context.get_dummy_value()
 
     def typing(typingctx, numbers, row_places, weights, matrix_places, bias, output, output_places):
-        three, two = types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 2)
-        return types.void(numbers, three, weights, three, bias, output, two), codegen
+        three = types.UniTuple(types.int64, 3)
+        return types.void(numbers, three, weights, three, bias, output, three), codegen
 
     return intrinsic(typing)
 
@@ -292,3 +286,20 @@ _multiply_many = _multiply_rows(MANY_ROWS)
 _multiply_four = _multiply_rows(4)
 _multiply_two = _multiply_rows(2)
 _multiply_one = _multiply_rows(1)
+
+
+@kernel_part
+def _multiply_codes(numbers, rows, weights, matrix, bias, output, places):
+    """Rows from the first to the last times one panel."""
+    row, last, num_numbers, group = rows
+    while row + MANY_ROWS <= last:
+        _multiply_many(numbers, (row, num_numbers, group), weights, matrix, bias, output, places)
+        row += MANY_ROWS
+    while row + 4 <= last:
+        _multiply_four(numbers, (row, num_numbers, group), weights, matrix, bias, output, places)
+        row += 4
+    if row + 2 <= last:
+        _multiply_two(numbers, (row, num_numbers, group), weights, matrix, bias, output, places)
+        row += 2
+    if row < last:
+        _multiply_one(numbers, (row, num_numbers, group), weights, matrix, bias, output, places)

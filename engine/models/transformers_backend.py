@@ -34,7 +34,7 @@ from engine.errors import InvalidCheckpoint, UnsupportedModel, shown
 from engine.models import LastTokens
 from engine.models.config import SUPPORTED_DTYPES, DecoderConfig, read_json
 from engine.models.linear import Linear, make_linear
-from engine.models.quantized import QuantizedLinear, QuantizedMatrix
+from engine.models.transformers_experts import pack_experts
 from engine.models.weights import DummyWeights, shortened
 
 _ATTENTION, _PROBE = "tandem", "tandem-probe"
@@ -121,7 +121,9 @@ class TransformersModel:
         self._model = (
             _load_weights(folder, dtype) if dummy_seed is None else _dummy_model(folder, dtype, dummy_seed)
         ).to(device)
-        _pack_linear_layers(self._model, dtype, quantization)
+        if device.type == "cpu":
+            pack_experts(self._model, quantization)
+        _pack_linear_layers(self._model, quantization)
         if dummy_seed is None and device == torch.device("cpu"):
             _own_memory(self._model)
         self._decoder = self._model.get_decoder()
@@ -456,12 +458,12 @@ class _Packed(torch.nn.Module):
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def _pack_linear_layers(model: Any, dtype: torch.dtype, quantization: Quantization) -> None:
+def _pack_linear_layers(model: Any, quantization: Quantization) -> None:
     """Replaces every linear layer in place; a matrix shared with an embedding stays there too."""
     fused = [name for name, parameter in model.named_parameters() if parameter.dim() > _MATRIX]
     if fused and quantization != "none":
         raise UnsupportedModel(
-            f"quantization {quantization} is not supported by the transformers backend for experts ({fused[0]}); "
+            f"quantization {quantization} is not supported by the transformers backend for these experts ({fused[0]}); "
             "set none"
         )
     output_layer = model.get_output_embeddings()
@@ -469,7 +471,7 @@ def _pack_linear_layers(model: Any, dtype: torch.dtype, quantization: Quantizati
         for name, layer in list(parent.named_children()):
             if type(layer) is torch.nn.Linear or type(layer) is Conv1D:
                 kept = "none" if layer is output_layer else quantization
-                setattr(parent, name, _Packed(_packed(layer, dtype, kept), layer.weight.detach()))
+                setattr(parent, name, _Packed(_packed(layer, kept), layer.weight.detach()))
 
 
 def _own_memory(model: torch.nn.Module) -> None:
@@ -479,13 +481,11 @@ def _own_memory(model: torch.nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _packed(layer: Any, dtype: torch.dtype, quantization: Quantization) -> Linear:
+def _packed(layer: Any, quantization: Quantization) -> Linear:
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     if type(layer) is Conv1D:  # GPT-2's linear layer, transposed
         weight = weight.t().contiguous()
-    if quantization == "none":
-        return make_linear(weight, bias)
-    return QuantizedLinear(QuantizedMatrix.of(weight, quantization), bias, dtype)
+    return make_linear(weight, bias, quantization)
 
 
 class _GivenHidden(torch.nn.Module):

@@ -65,17 +65,23 @@ def uncaptured(executor: OneProcessExecutor) -> Decoder:
     return executor._model
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow)])
+CAPTURES = (
+    (Recorder, {"dtype": "float32"}),
+    (Recorder, {"dtype": "float32", "attention_backend": "reference"}),
+    (LaunchRecorder, {"dtype": "float32"}),
+    (LaunchRecorder, {"dtype": "bfloat16"}),
+    (LaunchRecorder, {"dtype": "bfloat16", "num_threads": 2}),
+    (LaunchRecorder, {"dtype": "bfloat16", "quantization": "int8"}),
+    (LaunchRecorder, {"dtype": "float32", "quantization": "int4"}),
+)
+
+
 @pytest.mark.parametrize(
-    ("capture", "options"),
+    ("architecture", "capture", "options"),
     [
-        (Recorder, {"dtype": "float32"}),
-        (Recorder, {"dtype": "float32", "attention_backend": "reference"}),
-        (LaunchRecorder, {"dtype": "float32"}),
-        (LaunchRecorder, {"dtype": "bfloat16"}),
-        (LaunchRecorder, {"dtype": "bfloat16", "num_threads": 2}),
-        (LaunchRecorder, {"dtype": "bfloat16", "quantization": "int8"}),
-        (LaunchRecorder, {"dtype": "float32", "quantization": "int4"}),
+        *(("qwen3", *capture) for capture in CAPTURES),
+        *(pytest.param("qwen2", *capture, marks=pytest.mark.slow) for capture in CAPTURES),
+        *(("qwen3_moe", *capture) for capture in CAPTURES if "quantization" in capture[1]),
     ],
 )
 def test_answers_have_the_bits_of_uncaptured_steps(
@@ -104,7 +110,7 @@ def test_answers_have_the_bits_of_uncaptured_steps(
         ("qwen2", {"attention_backend": "reference"}, False),
         ("qwen2", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, True),
         ("qwen2", {"device": "cpu", "dtype": "float16"}, False),
-        ("qwen3_moe", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, False),
+        ("qwen3_moe", {"device": "cpu", "dtype": "float32", "quantization": "int8"}, True),
         (
             "qwen2",
             {"device": "cpu", "dtype": "float32", "quantization": "int8", "sizes": {"intermediate_size": 72}},
@@ -113,7 +119,7 @@ def test_answers_have_the_bits_of_uncaptured_steps(
         ("qwen2", {"device": "cpu", "quantization": "int8", "attention_backend": "reference"}, False),
     ],
 )
-def test_graphs_are_for_dense_native_models(
+def test_graphs_are_for_native_models_that_read_nothing_on_the_host(
     tmp_path: Path, architecture: str, options: dict[str, Any], is_graphed: bool
 ) -> None:
     sizes = options.pop("sizes", {})
@@ -247,6 +253,14 @@ def test_copies_that_look_like_views_are_repeated() -> None:
 
 def test_a_result_that_no_kernel_writes_is_repeated() -> None:
     replayed(lambda x: (x @ x.t()).softmax(-1), torch.zeros(SHAPE))
+
+
+def test_an_operation_with_two_results_is_repeated() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        greatest, places = x.topk(4, dim=-1)
+        return torch.cat((greatest, places.to(x.dtype)))
+
+    replayed(step, torch.zeros(SHAPE))
 
 
 def test_temporaries_take_the_memory_of_a_layer_however_many_there_are() -> None:

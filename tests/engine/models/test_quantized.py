@@ -13,7 +13,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.config import Quantization
 from engine.errors import UnsupportedModel
-from engine.models import quantized
+from engine.models import quantized, transformers_backend
 from engine.models.quantized import QuantizedLinear, QuantizedMatrix, stacked
 from tests.builders import dequantised, lively_checkpoint
 from tests.engine.models.multiplied import KINDS, multiply_as
@@ -130,23 +130,28 @@ def make_llm(folder: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "method"),
+    ("architecture", "method", "model_impl"),
     [
-        ("qwen2", "int8"),
-        ("qwen2", "int4"),
-        ("gpt2", "int4"),
-        pytest.param("gpt2", "int8", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "int8", marks=pytest.mark.slow),
-        pytest.param("mixtral", "int4", marks=pytest.mark.slow),
+        ("qwen2", "int8", "auto"),
+        ("qwen2", "int4", "auto"),
+        ("gpt2", "int4", "auto"),
+        ("gpt_oss", "int4", "auto"),
+        pytest.param("gpt2", "int8", "auto", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "int8", "auto", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "int8", "auto", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "int4", "transformers", marks=pytest.mark.slow),
+        pytest.param("mixtral", "int4", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_of_transformers_with_the_same_numbers(
-    architecture: str, method: Quantization, tmp_path: Path
+    architecture: str, method: Quantization, model_impl: str, tmp_path: Path
 ) -> None:
     """In chunks, preempted, from the prefix cache."""
     folder = lively_checkpoint(tmp_path / "model", architecture, **(GPT2 if architecture == "gpt2" else {}))
     prompts = random_prompts(5, longest=150, vocab_size=1000)
-    llm = make_llm(folder, quantization=method, max_num_batched_tokens=33, num_gpu_blocks_override=12)
+    llm = make_llm(
+        folder, quantization=method, model_impl=model_impl, max_num_batched_tokens=33, num_gpu_blocks_override=12
+    )
     answers = generate(llm, prompts)
     assert llm.core.load.num_preemptions > 0
     assert generate(llm, prompts) == answers
@@ -157,7 +162,8 @@ def test_answers_are_those_of_transformers_with_the_same_numbers(
     assert answers != generate(make_llm(folder), prompts), "nothing was quantised"
 
 
-def test_experts_of_the_transformers_backend_are_refused(tmp_path: Path) -> None:
-    folder = lively_checkpoint(tmp_path, "mixtral")
-    with pytest.raises(UnsupportedModel, match=r"quantization int8 .* for experts \(.*experts.*\); set none"):
-        make_llm(folder, quantization="int8", model_impl="transformers")
+def test_experts_that_stay_as_they_are_are_named() -> None:
+    model = torch.nn.ModuleDict({"experts": torch.nn.Module()})
+    model["experts"].register_parameter("weight", torch.nn.Parameter(torch.zeros(2, 3, 4)))
+    with pytest.raises(UnsupportedModel, match=r"quantization int8 .* for these experts \(experts.weight\); set none"):
+        transformers_backend._pack_linear_layers(model, "int8")
