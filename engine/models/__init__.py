@@ -62,10 +62,10 @@ def read_config(folder: Path | str, model_impl: str = "auto") -> DecoderConfig:
     Raises UnsupportedModel, which says what would run it. Imports transformers, and torch with it, for those alone.
     """
     from engine.models.config import ModelConfig
-    from engine.models.weight_codes import are_read_by_transformers, read_codes
+    from engine.models.weight_codes import are_mxfp4, read_codes
 
     folder = Path(folder)
-    codes = None if are_read_by_transformers(folder) else read_codes(folder)
+    codes = None if are_mxfp4(folder) else read_codes(folder)
     native_error = ""
     if model_impl != "transformers":
         try:
@@ -129,7 +129,7 @@ def load_model(
     from engine.models.config import ModelConfig
     from engine.models.linear import LinearSource
     from engine.models.llama import LlamaModel
-    from engine.models.weight_codes import read_codes
+    from engine.models.weight_codes import are_mxfp4, read_codes
     from engine.models.weights import DummyWeights, PartWeights, SafetensorsWeights, WeightSource
     from engine.partition import Parallelism
     from engine.ranks import OneRank, OneStage
@@ -161,8 +161,10 @@ def load_model(
         )
     weights: WeightSource
     if dummy_seed is None:
-        codes = read_codes(Path(engine.model))
-        weights = SafetensorsWeights(engine.model, dtype=dtype, device=device, codes=codes)
+        folder = Path(engine.model)
+        codes = None if are_mxfp4(folder) else read_codes(folder)
+        experts = None if config.experts is None else config.experts.names
+        weights = SafetensorsWeights(folder, dtype=dtype, device=device, codes=codes, experts=experts)
     else:
         weights = DummyWeights(dummy_seed, dtype=dtype, device=device)
     if part is not None:

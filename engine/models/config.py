@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 WeightDtype = Literal["float32", "bfloat16", "float16"]
 
 Backend = Literal["native", "transformers"]
-ExpertNames = Literal["mixtral", "qwen"]
+ExpertNames = Literal["mixtral", "qwen", "gpt-oss"]
 SUPPORTED_DTYPES: tuple[WeightDtype, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -92,12 +92,13 @@ class _Family:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     max_position_embeddings: int = 32768
-    window: Literal["", "all", "by_type", "optional", "by_layer"] = ""
-    """Layers with a sliding window: none; all; all or those that `layer_types` chooses; all if `use_sliding_window`; if
-    so, those that `max_window_layers` or `layer_types` chooses."""
+    window: Literal["", "all", "by_type", "alternating", "optional", "by_layer"] = ""
+    """Layers with a sliding window: none; all; all or those that `layer_types` chooses; every other one or those; all
+    if `use_sliding_window`; if so, those that `max_window_layers` or `layer_types` chooses."""
     sliding_window: int | None = 4096
     qkv_bias: bool | None = None
     """None: `attention_bias` decides, for the output projection too."""
+    attention_bias: bool = False
     qk_norm: bool = False
     mlp_bias: bool = False
     """Whether `mlp_bias` is read."""
@@ -105,9 +106,26 @@ class _Family:
     rms_norm_eps: float = 1e-6
     experts: ExpertNames | None = None
     """Whose names the fields and tensors of experts have; None: no experts."""
+    has_sinks: bool = False
+    rope: Mapping[str, Any] | None = None
+    """In place of missing `rope_parameters`; None: plain RoPE."""
 
 
 _FAMILIES = {
+    "GptOssForCausalLM": _Family(
+        "gpt_oss",
+        num_kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        window="alternating",
+        sliding_window=128,
+        attention_bias=True,
+        rope_theta=150000.0,
+        rms_norm_eps=1e-5,
+        experts="gpt-oss",
+        has_sinks=True,
+        rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+    ),
     "LlamaForCausalLM": _Family("llama", max_position_embeddings=2048, mlp_bias=True),
     "MistralForCausalLM": _Family(
         "mistral", num_kv_heads=8, max_position_embeddings=131072, window="by_type", qkv_bias=False
@@ -174,7 +192,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderConfig):
-    """The shape of a native decoder, of the Llama, Qwen, Mistral or Mixtral family."""
+    """The shape of a native decoder, of the Llama, Qwen, Mistral, Mixtral or gpt-oss family."""
 
     backend: ClassVar[Backend] = "native"
     hidden_size: int
@@ -234,7 +252,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; supported: silu")
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    attention_bias = fields.flag("attention_bias")
+    attention_bias = fields.flag("attention_bias", family.attention_bias)
     max_position = fields.integer("max_position_embeddings", family.max_position_embeddings)
     # As in transformers: null is one for each head, and only a missing field has the family's default.
     num_kv_heads = num_heads if fields.has("num_key_value_heads") else family.num_kv_heads or num_heads
@@ -248,7 +266,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", num_kv_heads),
         head_dim=fields.integer("head_dim", family.head_dim or hidden_size // max(num_heads, 1)),
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        rope=parse_rope(fields, max_position, family.rope_theta),
+        rope=parse_rope(fields, max_position, family.rope_theta, family.rope),
         max_position_embeddings=max_position,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -258,6 +276,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         sliding_windows=_sliding_windows(fields, family),
         torch_dtype=_torch_dtype(fields),
         experts=_experts(fields, family),
+        has_sinks=family.has_sinks,
     )
 
 
@@ -293,8 +312,10 @@ def _sliding_windows(fields: ConfigFields, family: _Family) -> tuple[int | None,
         raise UnsupportedModel(f"sliding_window {shown(window)} is not supported; supported: null or an integer from 1")
     if family.window in ("optional", "by_layer") and not fields.flag("use_sliding_window"):
         window = None
-    if family.window in ("by_type", "by_layer") and fields.raw("layer_types") is not None:
+    if family.window in ("by_type", "alternating", "by_layer") and fields.raw("layer_types") is not None:
         return tuple(_window_of(layer_type, window) for layer_type in fields.items("layer_types"))
+    if family.window == "alternating":
+        return tuple(None if layer % 2 else window for layer in range(num_layers))
     first = fields.integer("max_window_layers", 28) if family.window == "by_layer" else 0
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
@@ -310,6 +331,14 @@ def _window_of(layer_type: object, window: int | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate up to `limit` and up from -limit to limit (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Mixture-of-experts layers: a router chooses `num_per_token` of `num_experts` MLPs for each token."""
 
@@ -321,6 +350,8 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     """Whether layer i has experts, or one MLP."""
     names: ExpertNames
+    gate: ClampedGate | None = None
+    """None: SiLU."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_per_token <= self.num_experts:
@@ -342,6 +373,16 @@ def _experts(fields: ConfigFields, family: _Family) -> ExpertsConfig | None:
             normalises=True,
             layers=(True,) * num_layers,
             names=family.experts,
+        )
+    if family.experts == "gpt-oss":
+        return ExpertsConfig(
+            num_experts=fields.integer("num_local_experts", 128),
+            num_per_token=fields.integer("num_experts_per_tok", 4),
+            intermediate_size=fields.integer("intermediate_size"),
+            normalises=True,
+            layers=(True,) * num_layers,
+            names=family.experts,
+            gate=ClampedGate(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
         )
     num_experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
     step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
@@ -380,10 +421,13 @@ class RopeParameters:
     truncate: bool = True
 
 
-def parse_rope(fields: ConfigFields, max_position_embeddings: int, default_theta: float) -> RopeParameters:
-    """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them plain RoPE with the default theta."""
+def parse_rope(
+    fields: ConfigFields, max_position_embeddings: int, default_theta: float, default: Mapping[str, Any] | None = None
+) -> RopeParameters:
+    """Reads `rope_parameters`, or `rope_scaling` and `rope_theta`; without them `default`, or plain RoPE, with the
+    default theta."""
     name = "rope_scaling" if fields.raw("rope_scaling") else "rope_parameters"
-    scaling = fields.section(name) or ConfigFields({})
+    scaling = fields.section(name) or ConfigFields(default or {})
     if kinds := scaling.sections():
         raise UnsupportedModel(
             f"{name} by type of layer ({shown(', '.join(kinds))}) is not supported; supported: one for all layers"

@@ -1,4 +1,4 @@
-"""Elementwise operations of the decoder: residual + RMSNorm, q/k norm + RoPE, SiLU * up.
+"""Elementwise operations of the decoder: residual + RMSNorm, q/k norm + RoPE, SiLU * up or gpt-oss's gate.
 
 `Elementwise` runs on any device; on CPU `CompiledElementwise` does each in one compiled call, on a GPU
 `TritonElementwise` in one launch. As in transformers normalised values are rounded to the element type before they are
@@ -16,6 +16,7 @@ from engine.attention.cpu import bits_of, is_compiled_for
 from engine.attention.openmp import launch
 from engine.attention.simd import WIDTH
 from engine.models import elementwise_kernels as kernels
+from engine.models.config import ClampedGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,12 @@ class Elementwise:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def clamped_gate(self, gate_up: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+        """The same with `gate` in place of SiLU."""
+        first, second = gate_up.float().chunk(2, dim=-1)
+        first, second = first.clamp(max=gate.limit), second.clamp(-gate.limit, gate.limit)
+        return ((second + 1) * (first * torch.sigmoid(gate.alpha * first))).to(gate_up.dtype)
+
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
@@ -92,6 +99,7 @@ def elementwise_for(
 _NormArguments = ctypes.c_int64 * 8
 _RotateArguments = ctypes.c_int64 * 12
 _SiluArguments = ctypes.c_int64 * 5
+_GateArguments = ctypes.c_int64 * 7
 _ConversionArguments = ctypes.c_int64 * 4
 
 
@@ -141,6 +149,14 @@ class CompiledElementwise(Elementwise):
         output = torch.empty((rows, columns), dtype=gate_up.dtype, device="cpu")
         arguments = _SiluArguments(0, rows, columns, gate_up.data_ptr(), output.data_ptr())
         launch(kernels.silu_and_mul_address, gate_up.dtype, rows * columns, arguments)
+        return output
+
+    def clamped_gate(self, gate_up: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+        rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+        output = torch.empty((rows, columns), dtype=gate_up.dtype, device="cpu")
+        numbers = (bits_of(gate.alpha), bits_of(gate.limit))
+        arguments = _GateArguments(0, rows, columns, gate_up.data_ptr(), output.data_ptr(), *numbers)
+        launch(kernels.clamped_gate_address, gate_up.dtype, rows * columns, arguments)
         return output
 
 

@@ -18,6 +18,8 @@ from engine.attention.simd import (
     as_double,
     exp,
     load,
+    maximum,
+    minimum,
     next_task,
     pointer,
     rounded_to,
@@ -60,6 +62,17 @@ def silu_and_mul_address(dtype: str) -> int:
     @kernel
     def compiled(a):
         _silu_and_mul(a, kind)
+
+    return int(compiled.address)
+
+
+def clamped_gate_address(dtype: str) -> int:
+    """`void(int64*)`: counter, rows, columns of the output, gate_up, output, alpha and limit (bits of doubles)."""
+    kind = KINDS[dtype]
+
+    @kernel
+    def compiled(a):
+        _clamped_gate(a, kind)
 
     return int(compiled.address)
 
@@ -140,6 +153,23 @@ def _silu_and_mul(a, kind):
             gate = load(gate_up, start + i)
             activated = rounded_to(gate / (one + exp(splat(np.float32(0)) - gate)), kind)
             store(output, row * columns + i, activated * load(gate_up, start + columns + i))
+
+
+@kernel_part
+def _clamped_gate(a, kind):
+    rows, columns = a[1], a[2]
+    gate_up, output = pointer(a[3], kind), pointer(a[4], kind)
+    one, alpha, limit = splat(np.float32(1)), splat(np.float32(-as_double(a[5]))), splat(np.float32(as_double(a[6])))
+    least = splat(np.float32(-as_double(a[6])))
+    while True:
+        row = next_task(a)
+        if row >= rows:
+            break
+        start = row * 2 * columns
+        for i in range(0, columns, WIDTH):
+            gate = minimum(load(gate_up, start + i), limit)
+            up = maximum(minimum(load(gate_up, start + columns + i), limit), least)
+            store(output, row * columns + i, (up + one) * (gate / (one + exp(gate * alpha))))
 
 
 @kernel_part

@@ -45,19 +45,20 @@ class LinearSource:
         base = self._base(parts, in_features, has_bias=has_bias)
         return base if self.adapters is None else self.adapters.added_to(base, parts, in_features)
 
-    def take_grouped(self, layers: list[dict[str, int]], in_features: int) -> GroupedLinear:
-        """Layers without biases, for the kernels (`are_kernels`); each as `parts` of `take`."""
-        names = {name: size for parts in layers for name, size in parts.items()}
-        taken = self._taken(names, in_features)
+    def take_grouped(self, layers: list[dict[str, int]], in_features: int, *, has_bias: bool) -> GroupedLinear:
+        """For the kernels (`are_kernels`); each layer as `parts` of `take`."""
+        parts = {name: size for layer in layers for name, size in layer.items()}
+        taken, bias = self._taken(parts, in_features), self._bias(parts) if has_bias else None
         if isinstance(taken, torch.Tensor):
-            return PanelLinear(taken, None, num_matrices=len(layers))
-        return QuantizedLinear(taken, None, self.dtype, num_matrices=len(layers))
+            return PanelLinear(taken, bias, num_matrices=len(layers))
+        return QuantizedLinear(taken, bias, self.dtype, num_matrices=len(layers))
 
     def _base(self, parts: dict[str, int], in_features: int, *, has_bias: bool) -> Linear:
-        biases = {f"{name}.bias": (size,) for name, size in parts.items()}
-        bias = _taken_together(self.weights, biases) if has_bias else None
-        taken = self._taken(parts, in_features)
+        taken, bias = self._taken(parts, in_features), self._bias(parts) if has_bias else None
         return make_linear(taken, bias) if isinstance(taken, torch.Tensor) else QuantizedLinear(taken, bias, self.dtype)
+
+    def _bias(self, parts: dict[str, int]) -> torch.Tensor:
+        return _taken_together(self.weights, {f"{name}.bias": (size,) for name, size in parts.items()})
 
     def _taken(self, parts: dict[str, int], in_features: int) -> torch.Tensor | QuantizedMatrix:
         weights, quantization = self.weights, self.quantization

@@ -1,20 +1,22 @@
-"""The decoder shared by Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, with fused projections.
+"""The decoder shared by Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and gpt-oss, with fused projections.
 
-The families differ in biases, in the norm of query and key heads, in sliding windows, in RoPE and in the layers with
-experts: data in ModelConfig.
+The families differ in biases, in the norm of query and key heads, in attention sinks and sliding windows, in RoPE and
+in the layers with experts: data in ModelConfig.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from engine.attention import AttentionBackend, AttentionMetadata
 from engine.models import LastTokens
 from engine.models.adapters import Adapters
-from engine.models.config import ModelConfig, RopeParameters
+from engine.models.config import ExpertsConfig, ModelConfig, RopeParameters
 from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.experts import CompiledExperts, Experts, SeparateExperts
 from engine.models.linear import Linear, LinearSource, are_kernels, make_linear
@@ -32,6 +34,7 @@ class _Layer:
     post_norm: torch.Tensor
     mlp: GatedMLP | SparseMLP
     sliding_window: int | None
+    sinks: torch.Tensor | None
 
 
 class LlamaModel:
@@ -135,6 +138,7 @@ class LlamaModel:
                 metadata=metadata,
                 scale=self._scale,
                 sliding_window=layer.sliding_window,
+                sinks=layer.sinks,
             )
             x = self._ranks.sum(layer.output(attended.flatten(1)))
             x = self._ranks.sum(layer.mlp(elementwise.add_rms_norm(x, residual, layer.post_norm, eps)))
@@ -203,6 +207,7 @@ def _take_layer(config: ModelConfig, linears: LinearSource, elementwise: Element
         post_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         mlp=_take_mlp(config, linears, elementwise, index),
         sliding_window=config.sliding_windows[index],
+        sinks=weights.take(f"{attention}.sinks", (config.num_heads,)).float() if config.has_sinks else None,
     )
 
 
@@ -281,16 +286,17 @@ def _yarn(rope: RopeParameters, wave: torch.Tensor, head_dim: int) -> torch.Tens
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or with another function of gate and up."""
 
-    def __init__(self, gate_up: Linear, down: Linear, elementwise: Elementwise) -> None:
+    def __init__(self, gate_up: Linear, activation: Callable[[torch.Tensor], torch.Tensor], down: Linear) -> None:
+        """`activation`: [rows, 2 * n] -> [rows, n]."""
         self._gate_up = gate_up
+        self._activation = activation
         self._down = down
-        self._elementwise = elementwise
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self._down(self._elementwise.silu_and_mul(self._gate_up(x)))
+        return self._down(self._activation(self._gate_up(x)))
 
 
 class SparseMLP:
@@ -316,35 +322,50 @@ class SparseMLP:
 
 
 def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
-    hidden, experts, prefix = config.hidden_size, config.experts, f"model.layers.{layer}.mlp"
-    names = ("gate_proj", "up_proj", "down_proj")
+    prefix, activation = f"model.layers.{layer}.mlp", elementwise.silu_and_mul
+    if config.experts is not None and config.experts.layers[layer]:
+        return _take_experts(config.hidden_size, config.experts, linears, elementwise, prefix)
+    gate_up, down = _projections(prefix, _PROJECTIONS, config.hidden_size, config.intermediate_size)
+    taken = linears.take(gate_up, config.hidden_size, has_bias=config.mlp_bias)
+    return GatedMLP(taken, activation, linears.take(down, config.intermediate_size, has_bias=config.mlp_bias))
 
-    def projections(prefix: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
-        """`size`: between them."""
-        gate, up, down = (f"{prefix}.{name}" for name in names)
-        return {gate: size, up: size}, {down: hidden}
 
-    def gated(prefix: str, size: int, *, has_bias: bool) -> GatedMLP:
-        gate_up, down = projections(prefix, size)
-        taken = linears.take(gate_up, hidden, has_bias=has_bias)
-        return GatedMLP(taken, linears.take(down, size, has_bias=has_bias), elementwise)
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-    if experts is None or not experts.layers[layer]:
-        return gated(prefix, config.intermediate_size, has_bias=config.mlp_bias)
-    if experts.names == "mixtral" and not linears.weights.has(f"{prefix}.gate.weight"):  # a state dict's names
-        prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
+
+def _projections(
+    prefix: str, names: tuple[str, str, str], hidden: int, size: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Output features of the first two, and of the last. `size`: between them."""
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    return {gate: size, up: size}, {down: hidden}
+
+
+def _take_experts(
+    hidden: int, config: ExpertsConfig, linears: LinearSource, elementwise: Elementwise, prefix: str
+) -> SparseMLP:
+    weights, names, router, size = linears.weights, _PROJECTIONS, "gate", config.intermediate_size
+    if has_bias := config.names == "gpt-oss":
+        router = "router"
+    elif config.names == "mixtral" and not weights.has(f"{prefix}.gate.weight"):  # a state dict's names
+        prefix, names = prefix.replace(".mlp", ".block_sparse_moe"), ("w1", "w3", "w2")
     # The router is never quantised: it decides which experts compute.
-    router_shape = (experts.num_experts, hidden)
-    router = make_linear(linears.weights.take(f"{prefix}.gate.weight", router_shape, is_kept=False))
+    routing = make_linear(
+        weights.take(f"{prefix}.{router}.weight", (config.num_experts, hidden), is_kept=False),
+        weights.take(f"{prefix}.{router}.bias", (config.num_experts,), is_kept=False) if has_bias else None,
+    )
+    activation = elementwise.silu_and_mul
+    if config.gate is not None:
+        activation = partial(elementwise.clamped_gate, gate=config.gate)
     linears = replace(linears, adapters=None)  # an expert's rows are not the step's
-    size, prefixes = experts.intermediate_size, [f"{prefix}.experts.{one}" for one in range(experts.num_experts)]
-    taken: Experts
+    layers = [_projections(f"{prefix}.experts.{one}", names, hidden, size) for one in range(config.num_experts)]
+    experts: Experts
     if isinstance(elementwise, CompiledElementwise) and are_kernels(linears.dtype, linears.quantization):
-        gate_up, down = ([*layers] for layers in zip(*(projections(one, size) for one in prefixes), strict=True))
-        up = linears.take_grouped(gate_up, hidden)
-        taken = CompiledExperts(
-            up, elementwise.silu_and_mul, linears.take_grouped(down, size), num_experts=experts.num_experts
-        )
+        gate_ups, downs = ([*parts] for parts in zip(*layers, strict=True))
+        up = linears.take_grouped(gate_ups, hidden, has_bias=has_bias)
+        down = linears.take_grouped(downs, size, has_bias=has_bias)
+        experts = CompiledExperts(up, activation, down, num_experts=config.num_experts)
     else:
-        taken = SeparateExperts([gated(one, size, has_bias=False) for one in prefixes])
-    return SparseMLP(router, taken, num_per_token=experts.num_per_token, normalises=experts.normalises)
+        take = partial(linears.take, has_bias=has_bias)
+        experts = SeparateExperts([GatedMLP(take(up, hidden), activation, take(down, size)) for up, down in layers])
+    return SparseMLP(routing, experts, num_per_token=config.num_per_token, normalises=config.normalises)

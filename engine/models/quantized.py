@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,8 +34,9 @@ _Arguments = ctypes.c_int64 * 19
 
 
 @functools.cache
-def _address_of(bits: int, scales: str, *, in_pairs: bool, has_zeros: bool) -> Callable[[str], int]:
-    return functools.partial(multiply_address, bits=bits, scales=scales, in_pairs=in_pairs, has_zeros=has_zeros)
+def _address_of(bits: int, scales: str, *, in_pairs: bool, has_zeros: bool, are_floats: bool) -> Callable[[str], int]:
+    options = {"in_pairs": in_pairs, "has_zeros": has_zeros, "are_floats": are_floats}
+    return lambda dtype: multiply_address(dtype, bits, scales, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class QuantizedMatrix:
     """Inputs of a group; the last one may have fewer."""
     zeros: torch.Tensor | None = None
     """int8 [out_features, groups]; None: all are 0."""
+    are_floats: bool = False
+    """Whether the codes, of 4 bits, are twice the numbers of two bits of exponent and one of mantissa (MXFP4)."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, quantization: Quantization) -> QuantizedMatrix:
@@ -82,20 +85,20 @@ class QuantizedMatrix:
             return numbers.repeat_interleave(self.group // group, dim=1)[:, :num_groups].contiguous()
 
         zeros = None if self.zeros is None else repeated(self.zeros)
-        return QuantizedMatrix(self.codes, repeated(self.scales), self.bits, group, zeros)
+        return replace(self, scales=repeated(self.scales), group=group, zeros=zeros)
 
     def narrow(self, dim: int, start: int, length: int) -> QuantizedMatrix:
         """A part of its outputs (dim 0) or inputs (dim 1), with the numbers that it has in the whole."""
         codes = self.codes.narrow(dim, start, length).clone()
         if dim == 0:
             scales, zeros = self._by_group(slice(start, start + length), slice(None))
-            return QuantizedMatrix(codes, scales, self.bits, self.group, zeros)
+            return replace(self, codes=codes, scales=scales, zeros=zeros)
         if self.scales.shape[1] == 1:
-            return QuantizedMatrix(codes, self.scales, self.bits, length, self.zeros)
+            return replace(self, codes=codes, group=length)
         group = math.gcd(start, self.group)  # smaller groups where the part begins inside of one
         groups = slice(start // group, -(-(start + length) // group))
         scales, zeros = self.in_groups(group)._by_group(slice(None), groups)
-        return QuantizedMatrix(codes, scales, self.bits, group, zeros)
+        return replace(self, codes=codes, scales=scales, group=group, zeros=zeros)
 
     def _by_group(self, outputs: slice, groups: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         zeros = None if self.zeros is None else self.zeros[outputs, groups].clone()
@@ -112,7 +115,9 @@ def stacked(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
             [torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros for part in parts]
         )
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-    return QuantizedMatrix(codes, scales, max(part.bits for part in parts), group, zeros)
+    are_alike = len({part.are_floats for part in parts}) == 1
+    bits = max(part.bits for part in parts) if are_alike else 8
+    return QuantizedMatrix(codes, scales, bits, group, zeros, are_floats=are_alike and parts[0].are_floats)
 
 
 class QuantizedLinear:
@@ -135,7 +140,8 @@ class QuantizedLinear:
         packed = partial(_packed, num_matrices=num_matrices)
         self._codes = packed(matrix.codes, inputs_per_number)
         if matrix.bits == 4:
-            lower, upper = self._codes.view(-1, 2, WIDTH).unbind(1)
+            codes = _as_float_codes(self._codes) if matrix.are_floats else self._codes
+            lower, upper = codes.view(-1, 2, WIDTH).unbind(1)
             self._codes = (lower & 15) | (upper << 4)
         self._number_bytes = PANEL * inputs_per_number * matrix.bits // 8
         scales = matrix.scales if is_compiled_for(matrix.scales.dtype) else matrix.scales.float()
@@ -148,6 +154,7 @@ class QuantizedLinear:
             str(scales.dtype).removeprefix("torch."),
             in_pairs=self._in_pairs,
             has_zeros=self._zeros is not None,
+            are_floats=matrix.are_floats,
         )
         self._launch = launcher_for(address_of, self._stored_dtype)
         self._bias = padded_bias(bias, num_matrices, self.out_features)
@@ -212,6 +219,13 @@ def _packed(numbers: torch.Tensor, inputs_per_number: int, *, num_matrices: int)
     return (
         padded.reshape(-1, PANEL, numbers.shape[1] // inputs_per_number, inputs_per_number).transpose(1, 2).contiguous()
     )
+
+
+def _as_float_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """The code of four bits of twice each number (sign, exponent, mantissa): 0, 1, 2, 3, 4, 6, 8, 12 are 0 to 7."""
+    magnitudes = numbers.abs()
+    codes = magnitudes.clamp(max=4) + (magnitudes >= 6) + (magnitudes >= 8) + (magnitudes >= 12)
+    return codes | ((numbers < 0).to(torch.int8) << 3)
 
 
 def padded_bias(bias: torch.Tensor | None, num_matrices: int, out_features: int) -> torch.Tensor:

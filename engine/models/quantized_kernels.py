@@ -49,8 +49,9 @@ _AHEAD = 4096
 """Bytes: so far the panel is prefetched, past its end into the next one."""
 CODES = {8: np.int8(0), 4: np.uint8(0)}
 """The kinds of codes, by their bits."""
-NO_ZEROS = np.uint8(0)
-"""The kind of zero points that are not there; others are codes of 8 bits."""
+NO_ZEROS, FLOATS = np.uint8(0), np.uint16(0)
+"""In place of the kind of zero points, which are codes of 8 bits: there are none; and the codes, of 4 bits, are not
+integers (MXFP4)."""
 _VECTORS = PANEL // WIDTH
 _I32 = ir.IntType(32)
 _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
@@ -61,14 +62,14 @@ CONVERTED_ROWS = 64
 """From here on a panel's numbers are made once for all rows: with fewer it saves less than it costs (measured)."""
 
 
-def multiply_address(dtype: str, bits: int, scales: str, *, in_pairs: bool, has_zeros: bool) -> int:
+def multiply_address(dtype: str, bits: int, scales: str, *, in_pairs: bool, has_zeros: bool, are_floats: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of an input row, numbers of a group, input (rows
     of float32, or of pairs), codes, their bytes for one number of a panel, scales [panels, groups, 64], zero points,
     bias (float32 [panels, 64]), output; of `runs_of`: panels of a run, runs; with CONVERTED_ROWS or more memory for the
     numbers of a panel of each thread, a counter of threads and how many they are; first row of each matrix and the end
     (int64 [matrices + 1]; 0: all rows), matrices, whose panels follow each other. `dtype`: of the output; `scales`:
     theirs."""
-    kinds = CODES[bits], KINDS[scales], CODES[8] if has_zeros else NO_ZEROS
+    kinds = CODES[bits], KINDS[scales], CODES[8] if has_zeros else FLOATS if are_floats else NO_ZEROS
     kind, numbers = KINDS[dtype], PAIRS if in_pairs else FLOAT32
 
     @kernel
@@ -109,7 +110,7 @@ def _multiply(a, kind, kinds, numbers_kind):
         begin = end
 
 
-def _coded(builder, codes, at, vector, bits):
+def _coded(builder, codes, at, vector, bits, *, are_floats=False):
     """Sixteen codes as floats: vector number `vector` (int64) of the codes that begin at byte `at`."""
     line = vector if bits == 8 else builder.lshr(vector, I64(1))
     place = builder.add(at, builder.mul(line, I64(WIDTH)))
@@ -120,13 +121,27 @@ def _coded(builder, codes, at, vector, bits):
         right = builder.add(builder.mul(is_lower, I64(24)), I64(4))
         left, right = (repeated(builder, builder.trunc(shift, _I32), _INTEGERS) for shift in (left, right))
         loaded = builder.ashr(builder.shl(loaded, left), right)
-    return builder.sitofp(loaded, VECTOR)
+    return _small_floats(builder, loaded) if are_floats else builder.sitofp(loaded, VECTOR)
 
 
-def _numbers(builder, codes, at, vectors, bits, zeros, in_pairs):
+def _small_floats(builder, codes):
+    """Twice the numbers of codes with a sign, two bits of exponent and one of mantissa; above them is the sign too."""
+    magnitudes = builder.and_(codes, _constant(7))
+    bits = builder.add(builder.shl(magnitudes, _constant(22)), _constant(127 << 23))  # of the exponents from 1
+    is_small = builder.icmp_unsigned("<", magnitudes, _constant(2))
+    bits = builder.select(is_small, builder.bitcast(builder.sitofp(magnitudes, VECTOR), _INTEGERS), bits)
+    signs = builder.shl(builder.lshr(codes, _constant(31)), _constant(31))
+    return builder.bitcast(builder.or_(bits, signs), VECTOR)
+
+
+def _constant(value):
+    return ir.Constant(_INTEGERS, [ir.Constant(_I32, value)] * WIDTH)
+
+
+def _numbers(builder, codes, at, vectors, bits, zeros, in_pairs, are_floats):
     """A panel's weights for one number of the input: of these vectors of codes, less the zero points if there are any;
     of pairs half as many."""
-    numbers = [_coded(builder, codes, at, vector, bits) for vector in vectors]
+    numbers = [_coded(builder, codes, at, vector, bits, are_floats=are_floats) for vector in vectors]
     if zeros:
         numbers = [builder.fsub(number, zero) for number, zero in zip(numbers, zeros, strict=True)]
     if not in_pairs:
@@ -144,6 +159,7 @@ class _Weights:
         self._codes, self._scales, self._zeros = cgutils.unpack_tuple(builder, weights)
         code_kind, self._scale_kind, zero_kind = (kind.dtype for kind in types_of_weights)
         self._is_converted, self._has_zeros = code_kind == types.float32, zero_kind == types.int8
+        self._are_floats = zero_kind == types.uint16
         self._bits = 4 if code_kind == types.uint8 else 8
         self._in_pairs, self._per_number = in_pairs, 2 if in_pairs else 1
         self.num_numbers, self._group, self._first_byte, self._number_bytes, self._first_scale = places
@@ -188,7 +204,7 @@ class _Weights:
         at = builder.add(self._first_byte, builder.mul(number, self._number_bytes))
         for line in range(0, PANEL * self._bits // 8 * self._per_number, 64):
             prefetched(builder, self._codes, builder.add(at, I64(_AHEAD + line)))
-        return _numbers(builder, self._codes, at, self._of_codes, self._bits, zeros, self._in_pairs)
+        return _numbers(builder, self._codes, at, self._of_codes, self._bits, zeros, self._in_pairs, self._are_floats)
 
     def converted_at(self, number):
         """Where `vectors` are in a converted panel: part by part, of each all numbers."""

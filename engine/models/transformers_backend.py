@@ -390,7 +390,7 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
             "it has parts beside its text decoder, as for images or audio; "
             f"supported: text decoders, and that of {', '.join(_WITH_TEXT_PART)}"
         )
-    if codes := getattr(config, "quantization_config", None):  # MXFP4, see `are_read_by_transformers`
+    if codes := getattr(config, "quantization_config", None):  # MXFP4, see `are_mxfp4`
         config.quantization_config = {**codes, "dequantize": True}
     config.return_dict = config.get_text_config().return_dict = True  # whatever the checkpoint's author called
     return config

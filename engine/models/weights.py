@@ -8,7 +8,6 @@ is overwritten or truncated later changes nothing.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import Quantization
 from engine.errors import InvalidCheckpoint, shown
-from engine.models.config import ModelConfig, read_json
+from engine.models.config import ExpertNames, ModelConfig, read_json
+from engine.models.fused_experts import BLOCKS, EXPONENTS, Stored, mxfp4_matrix, single_experts
 from engine.models.packed_codes import PackedLayer, PackedMatrix
 from engine.models.quantized import BITS, QuantizedMatrix
 from engine.models.weight_codes import OTHER_SCALES, SCALES, WeightCodes
@@ -56,37 +56,31 @@ class WeightSource(Protocol):
         of `elsewhere`, may be left."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor is: all of one in a file, or a part of it."""
-
-    file_name: str
-    name: str
-    place: tuple[int, slice] | None = None
-    """Expert and rows."""
-
-
 class SafetensorsWeights(WeightSource):
-    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a checkpoint folder.
-
-    Experts of a layer in one tensor, as transformers 5 has them in memory, have the names of single ones.
-    """
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names, of a checkpoint folder. Experts of
+    a layer in one tensor have the names of single ones."""
 
     def __init__(
-        self, folder: Path | str, *, dtype: torch.dtype, device: torch.device, codes: WeightCodes | None = None
+        self,
+        folder: Path | str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        codes: WeightCodes | None = None,
+        experts: ExpertNames | None = None,
     ) -> None:
-        """`codes`: None where tensors are no codes."""
+        """`codes`: None where tensors are no codes, but for MXFP4; `experts`: whose form tensors of experts have."""
         self._dtype = dtype
         self._device = device
         self._codes = codes
         self._packing = None if codes is None else codes.packing
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, Stored] = {}
         self._files: dict[str, Any] = {}  # untyped handles of safetensors
         folder = Path(folder)
         for file_name in _shards(folder):
             self._files[file_name] = open_tensors(folder / file_name)
             for name in self._files[file_name].keys():  # noqa: SIM118 - a handle is not a dict
-                self._stored |= _single_experts(self._files[file_name], _Stored(file_name, name))
+                self._stored |= single_experts(self._files[file_name], Stored(file_name, name), experts)
 
     def has(self, name: str) -> bool:
         return name in self._stored or self._is_packed(name)
@@ -95,6 +89,8 @@ class SafetensorsWeights(WeightSource):
         """See `WeightSource.take`. Raises InvalidCheckpoint, naming tensor and file."""
         if len(shape) == _MATRIX and self._is_packed(name):
             return self._take_packed(name, shape).values().to(device=self._device, dtype=self._dtype)
+        if self._is_mxfp4(name):
+            return self._take_mxfp4(name, shape).values().to(device=self._device, dtype=self._dtype)
         stored = self._stored.pop(name, None)
         if stored is None:
             raise InvalidCheckpoint(f"tensor {shown(name)} is missing from the checkpoint")
@@ -114,6 +110,8 @@ class SafetensorsWeights(WeightSource):
 
     def take_quantized(self, name: str, shape: tuple[int, int], quantization: Quantization) -> QuantizedMatrix:
         """See `WeightSource.take_quantized`."""
+        if self._is_mxfp4(name):
+            return self._take_mxfp4(name, shape)
         if not self._is_packed(name):
             return super().take_quantized(name, shape, quantization)
         packed = self._take_packed(name, shape)
@@ -123,7 +121,7 @@ class SafetensorsWeights(WeightSource):
     def keeps_codes(self, name: str, shape: tuple[int, int]) -> bool:
         """See `WeightSource.keeps_codes`. Codes whose groups are not of adjacent inputs are not."""
         if self._device.type != "cpu" or not self._is_packed(name):
-            return False
+            return self._device.type == "cpu" and self._is_mxfp4(name)
         layer = self._packed_layer(name, shape)
         return layer.bits() <= BITS["none"] and layer.order() is None
 
@@ -147,9 +145,20 @@ class SafetensorsWeights(WeightSource):
             self._stored.pop(taken, None)
         return matrix
 
-    def _read(self, name: str, stored: _Stored) -> torch.Tensor:
+    def _is_mxfp4(self, name: str) -> bool:
+        return _layer(name) + BLOCKS in self._stored
+
+    def _take_mxfp4(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
+        parts = []
+        for part in (_layer(name) + BLOCKS, _layer(name) + EXPONENTS):
+            if (stored := self._stored.pop(part, None)) is None:
+                raise InvalidCheckpoint(f"tensor {shown(part)} is missing from the checkpoint")
+            parts.append(self._read(part, stored))
+        return mxfp4_matrix(_layer(name), shape, *parts)
+
+    def _read(self, name: str, stored: Stored) -> torch.Tensor:
         try:
-            return _read(self._files[stored.file_name], stored)
+            return stored.read(self._files[stored.file_name])
         except SafetensorError as error:
             raise InvalidCheckpoint(f"tensor {shown(name)} of {stored.file_name} cannot be read: {error}") from error
 
@@ -261,7 +270,7 @@ def cut_of(part: Part, config: ModelConfig, name: str, shape: tuple[int, ...]) -
     if module in _KV_HEADS:
         heads, head_dim = part.kv_heads, config.head_dim
         return 0, heads.start * head_dim, len(heads) * head_dim
-    if module in _OUTPUTS:
+    if module in _OUTPUTS or name.endswith(_BY_HEAD):
         share = part.share(shape[0])
         return 0, share.start, len(share)
     if module in _INPUTS and name.endswith(".weight"):
@@ -273,6 +282,8 @@ def cut_of(part: Part, config: ModelConfig, name: str, shape: tuple[int, ...]) -
 _KV_HEADS = ("k_proj", "v_proj")
 _OUTPUTS = ("q_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head")
 """Layers whose outputs are divided among the ranks."""
+_BY_HEAD = ".sinks"
+"""A number of each query head."""
 _INPUTS = ("o_proj", "down_proj", "w2")
 """Layers whose inputs are, so that their outputs are summed."""
 
@@ -285,36 +296,6 @@ def _layer(name: str) -> str:
 def _module(name: str) -> str:
     """`q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return name.split(".")[-2]
-
-
-def _read(file: Any, stored: _Stored) -> torch.Tensor:
-    tensor: torch.Tensor = (
-        file.get_tensor(stored.name) if stored.place is None else file.get_slice(stored.name)[stored.place]
-    )
-    return tensor
-
-
-def _single_experts(file: Any, stored: _Stored) -> dict[str, _Stored]:
-    """The experts in a layer's gate_up_proj [experts, 2 * intermediate, hidden] or down_proj [experts, hidden,
-    intermediate], by their names one by one; any other tensor by its own, and one without numbers, of which a small
-    file can have any number of experts. Of a file only its header is read."""
-    prefix, _, fused = stored.name.rpartition(".experts.")
-    shape = file.get_slice(stored.name).get_shape() if fused in _FUSED else []
-    if len(shape) != _FUSED_DIMENSIONS or 0 in shape:
-        return {stored.name: stored}
-    num_experts, num_rows, _ = shape
-    half = num_rows // 2
-    gate_up = {"gate_proj": slice(half), "up_proj": slice(half, None)}
-    parts = gate_up if fused == "gate_up_proj" else {"down_proj": slice(None)}
-    return {
-        f"{prefix}.experts.{expert}.{name}.weight": replace(stored, place=(expert, rows))
-        for expert in range(num_experts)
-        for name, rows in parts.items()
-    }
-
-
-_FUSED = ("gate_up_proj", "down_proj")
-_FUSED_DIMENSIONS = 3
 
 
 def shortened(names: list[str]) -> str:

@@ -31,6 +31,7 @@ WEIGHTS = {
     "qwen3_moe": "c31935e414aed1e0",
     "mistral": "c841021382cbd59d",
     "mixtral": "93f817ae130a721e",
+    "gpt_oss": "611c1e45447e1f55",
     "gemma2": "3d0706f2ffedc7dc",
 }
 """Digests of the checkpoints that the results are of."""
@@ -51,6 +52,7 @@ RESULTS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
         {"rope_parameters": LINEAR},
         [838, 473, 755, 703, 265, 981, 675, 899, 370, 471, 6, 877, 763, 290, 729, 930],
     ),
+    "gpt_oss": ("gpt_oss", {}, [916, 426, 797, 641, 28, 780, 720, 831, 753, 393, 66, 960, 459, 190, 498, 758]),
     "gemma2": ("gemma2", {}, [558, 631, 907, 875, 296, 998, 737, 446, 471, 563, 23, 163, 845, 508, 322, 976]),
 }
 

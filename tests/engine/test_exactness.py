@@ -14,7 +14,7 @@ from tests.builders import lively_checkpoint
 from tests.oracle import GreedyOracle, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gpt_oss")
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
@@ -89,7 +89,7 @@ def test_prompts_at_once_equal_transformers(architecture: str, num_prompts: int,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3_moe", "gpt_oss"])
 def test_a_gpu_gives_the_tokens_of_transformers(architecture: str, eager: bool, tmp_path: Path) -> None:
     folder = lively_checkpoint(tmp_path, architecture)
     llm = make_llm(folder, device="cuda", enforce_eager=eager)

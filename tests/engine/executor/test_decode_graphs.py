@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def uncaptured(executor: OneProcessExecutor) -> Decoder:
     return executor._model
 
 
-CAPTURES = (
+CAPTURES: tuple[tuple[Callable[[], Capture], dict[str, Any]], ...] = (
     (Recorder, {"dtype": "float32"}),
     (Recorder, {"dtype": "float32", "attention_backend": "reference"}),
     (LaunchRecorder, {"dtype": "float32"}),
@@ -81,7 +82,11 @@ CAPTURES = (
     [
         *(("qwen3", *capture) for capture in CAPTURES),
         *(pytest.param("qwen2", *capture, marks=pytest.mark.slow) for capture in CAPTURES),
-        *(("qwen3_moe", *capture) for capture in CAPTURES if "quantization" in capture[1]),
+        *(
+            (name, *capture)
+            for name, capture in product(("qwen3_moe", "gpt_oss"), CAPTURES)
+            if "quantization" in capture[1]
+        ),
     ],
 )
 def test_answers_have_the_bits_of_uncaptured_steps(

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import InvalidCheckpoint, UnsupportedModel
 from engine.models import read_config
-from engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from engine.models.config import SUPPORTED_ARCHITECTURES, ClampedGate, ModelConfig
 from engine.models.llama import RotaryEmbedding
 
 LLAMA: dict[str, Any] = {
@@ -72,7 +73,7 @@ def test_null_key_value_heads_are_one_for_each_head_and_missing_ones_the_familie
 
 def test_the_epsilon_of_a_norm_has_its_architectures_default(tmp_path: Path) -> None:
     for name in SUPPORTED_ARCHITECTURES:
-        theirs = transformers.AutoConfig.for_model(name.removesuffix("ForCausalLM").lower().replace("3moe", "3_moe"))
+        theirs = getattr(transformers, name).config_class()
         assert _config(tmp_path, architectures=[name]).rms_norm_eps == theirs.rms_norm_eps, name
 
 
@@ -121,6 +122,28 @@ def test_every_architecture_has_the_model_type_of_transformers(tmp_path: Path) -
         assert _config(tmp_path, architectures=[name], model_type=model_type).architecture == name
 
 
+def test_gpt_oss_has_the_defaults_of_transformers(tmp_path: Path) -> None:
+    fields = ("head_dim", "num_key_value_heads", "max_position_embeddings", "sliding_window", "intermediate_size")
+    theirs = transformers.GptOssConfig()
+    left = {name: value for name, value in LLAMA.items() if name not in (*fields, "rope_theta")}
+    raw = {**left, "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_folder(tmp_path)
+    assert config.sliding_windows == (theirs.sliding_window, None, theirs.sliding_window)
+    assert (config.head_dim, config.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert (config.has_sinks, config.qkv_bias, config.o_bias) == (True, True, True)
+    assert config.experts is not None
+    assert config.experts.gate == ClampedGate(theirs.swiglu_alpha, theirs.swiglu_limit)
+    assert (config.experts.num_experts, config.experts.num_per_token) == (
+        theirs.num_local_experts,
+        theirs.num_experts_per_tok,
+    )
+    rope = GptOssRotaryEmbedding(transformers.GptOssConfig(**{**raw, "head_dim": 64}))
+    ours = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=torch.device("cpu"))
+    cos, _ = rope(torch.zeros(1), torch.tensor([[5000]]))
+    torch.testing.assert_close(ours.cos_sin(torch.tensor([5000]))[0], cos[0, :, :32])
+
+
 def test_dtype_and_page(tmp_path: Path) -> None:
     config = _config(tmp_path, dtype="float16")
     assert config.resolve_dtype("auto") == "float16"
@@ -134,7 +157,7 @@ def test_dtype_and_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported; supported: Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported; supported: GptOss"),
         ({"architectures": None}, "architecture None is not supported"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

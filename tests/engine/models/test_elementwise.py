@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.models.config import ClampedGate
 from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -80,6 +81,18 @@ def test_silu_and_mul(steps: Steps, rows: int, dtype: torch.dtype) -> None:
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -90.0])
     output, expected = tested.silu_and_mul(gate_up.to(device)), Elementwise().silu_and_mul(gate_up)
     torch.testing.assert_close(output.cpu(), expected, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
+
+
+@each_kind
+def test_clamped_gate(steps: Steps, rows: int, dtype: torch.dtype) -> None:
+    tested, device = steps
+    gate_up, gate = _random(rows, 2 * 80, dtype=dtype), ClampedGate(alpha=1.702, limit=2.5)
+    gate_up[0, :4], gate_up[0, 80:83] = torch.tensor([-200.0, 200.0, 0.0, -90.0]), torch.tensor([-9.0, 9.0, -1.0])
+    output = tested.clamped_gate(gate_up.to(device), gate).cpu()
+    first, second = gate_up.double().chunk(2, dim=-1)
+    first, second = first.clamp(max=2.5), second.clamp(-2.5, 2.5)
+    expected = (second + 1) * first / (1 + (-1.702 * first).exp())
+    torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
 
 
 def test_sizes_that_are_not_whole_vectors_run_in_torch() -> None:

@@ -46,7 +46,8 @@ def _biases() -> tuple[torch.Tensor, torch.Tensor]:
 def _separate(dtype: torch.dtype) -> SeparateExperts:
     _, gate_up, down = (matrix.to(dtype) for matrix in _matrices())
     layers = (map(PackedLinear, gate_up), map(PackedLinear, down))
-    return SeparateExperts([GatedMLP(*pair, elementwise(dtype)) for pair in zip(*layers, strict=True)])
+    activation = elementwise(dtype).silu_and_mul
+    return SeparateExperts([GatedMLP(up, activation, down) for up, down in zip(*layers, strict=True)])
 
 
 def _compiled(dtype: torch.dtype, quantization: Quantization) -> CompiledExperts:

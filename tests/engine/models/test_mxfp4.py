@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
 from engine.errors import InvalidCheckpoint, UnsupportedModel
-from engine.models import read_config
+from engine.models import quantized, read_config
+from engine.models.fused_experts import mxfp4_matrix
+from engine.models.quantized import QuantizedLinear, QuantizedMatrix, stacked
 from tests.builders import lively_checkpoint
+from tests.engine.models.multiplied import KINDS, multiply_as
 from tests.oracle import GreedyOracle, random_prompts
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -70,32 +73,76 @@ def _answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_answers_are_those_of_the_values(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_answers_are_those_of_the_values(model_impl: str, tmp_path: Path) -> None:
     coded, plain = _checkpoints(tmp_path)
-    answers = _answers(_llm(coded, dtype=dtype))
-    assert answers == _answers(_llm(plain, dtype=dtype))
+    answers = _answers(_llm(coded, model_impl=model_impl))
     assert len({token for token_ids, _ in answers for token in token_ids}) > 10
-    if dtype == "float32":
-        oracle = GreedyOracle(plain)
-        for prompt, answer in zip(random_prompts(3, longest=60, vocab_size=1000), answers, strict=True):
-            oracle.check(prompt, *answer)
+    oracle = GreedyOracle(plain)
+    for prompt, answer in zip(random_prompts(3, longest=60, vocab_size=1000), answers, strict=True):
+        oracle.check(prompt, *answer)
+
+
+def test_values_of_transformers_are_exact_in_bfloat16(tmp_path: Path) -> None:
+    coded, plain = _checkpoints(tmp_path)
+    of_codes, of_values = (_answers(_llm(one, dtype="bfloat16", model_impl="transformers")) for one in (coded, plain))
+    assert of_codes == of_values
+
+
+def test_codes_take_the_memory_that_they_have_in_the_file() -> None:
+    """And stand for the numbers that the format says, whatever the power of two, also in parts of a matrix."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(256, (70, 4, 16), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(0, 255, (70, 4), generator=generator, dtype=torch.uint8)
+    blocks[0, 0], exponents[:4, 0] = torch.arange(16, dtype=torch.uint8) * 17, torch.tensor([0, 1, 2, 254])
+    matrix = mxfp4_matrix("layer", (70, 128), blocks, exponents)
+    expected = _values(blocks[None], exponents[None])[0].t()
+    assert torch.equal(matrix.values(), expected)
+    assert torch.equal(matrix.narrow(0, 3, 40).values(), expected[3:43])
+    assert torch.equal(matrix.narrow(1, 48, 64).values(), expected[:, 48:112])
+    wide = stacked([matrix, QuantizedMatrix.of(expected[:2].nan_to_num(0, 0, 0).clamp(-9, 9), "int4")])
+    assert torch.equal(wide.values()[:70], expected), "beside other codes it takes eight bits"
+    layer = QuantizedLinear(matrix, None, torch.bfloat16)
+    assert layer._codes.nbytes == 128 * 128 // 2, "two panels of 64 outputs"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outputs", [64, 150])
+def test_products_are_those_with_the_numbers(kind: str, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, generator = multiply_as(kind, quantized, monkeypatch), torch.Generator().manual_seed(5)
+    blocks = torch.randint(256, (outputs, 3, 16), generator=generator, dtype=torch.uint8)
+    exponents = torch.randint(120, 126, (outputs, 3), generator=generator, dtype=torch.uint8)
+    layer = QuantizedLinear(mxfp4_matrix("layer", (outputs, 96), blocks, exponents), None, dtype)
+    x = torch.randn(70, 96, generator=generator).to(dtype)
+    together = layer(x)
+    expected = x.double() @ _values(blocks[None], exponents[None])[0].double()
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(together.double(), expected, atol=tolerance * 10, rtol=tolerance)
+    assert torch.equal(torch.cat([layer(part) for part in x.split(7)]), together)
 
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"down_proj_scales": None}, "transformers cannot load the checkpoint: "),
-        ({"gate_up_proj_scales": (4, 192, 3)}, "transformers cannot load the checkpoint: "),
-        ({"gate_up_proj_blocks": (4,)}, "transformers cannot load the checkpoint: "),
+        (
+            {"down_proj_scales": None},
+            r"tensor 'model\.layers\.1\.mlp\.experts\.0\.down_proj\.scales' is missing from the checkpoint$",
+        ),
+        (
+            {"gate_up_proj_scales": (4, 192, 3)},
+            r"MXFP4 of 'model\.layers\.1\.mlp\.experts\.0\.gate_proj' is torch\.uint8 of shape \[96, 3\]; "
+            r"config\.json requires uint8 of shape \[96, 2\]$",
+        ),
+        ({"gate_up_proj_blocks": (4,)}, "'model.layers.1.mlp.experts.0.gate_proj.weight' is missing"),
         (
             {"down_proj_blocks": (4, 64, 2, 16), "down_proj_scales": (4, 64, 2)},
-            "transformers cannot load the checkpoint: ",
+            r"down_proj' is torch\.uint8 of shape \[64, 2, 16\]; config\.json requires uint8 of shape \[64, 3, 16\]$",
         ),
         (
             {"down_proj_blocks": None, "down_proj_scales": None},
-            r"missing_keys: model\.layers\.1\.mlp\.experts\.down_proj$",
+            "'model.layers.1.mlp.experts.0.down_proj.weight' is missing",
         ),
+        ({"router.bias": (5,)}, r"router\.bias' .* has shape \[5\]; config.json requires \[4\]"),
     ],
 )
 def test_codes_that_do_not_fit_are_an_invalid_checkpoint(
@@ -104,12 +151,15 @@ def test_codes_that_do_not_fit_are_an_invalid_checkpoint(
     coded, _ = _checkpoints(tmp_path)
     tensors = load_file(coded / "model.safetensors")
     for name, shape in shapes.items():
-        del tensors[name := f"model.layers.1.mlp.experts.{name}"]
+        prefix = "model.layers.1.mlp." if name.startswith("router") else "model.layers.1.mlp.experts."
+        del tensors[prefix + name]
         if shape is not None:
-            tensors[name] = torch.ones(shape, dtype=torch.uint8)
+            tensors[prefix + name] = torch.ones(shape, dtype=torch.uint8)
     _write(coded, json.loads((coded / "config.json").read_text()), tensors)
     with pytest.raises(InvalidCheckpoint, match=message):
         _llm(coded)
+    with pytest.raises(InvalidCheckpoint):
+        _llm(coded, model_impl="transformers")
 
 
 def test_dummy_weights_are_values(tmp_path: Path) -> None:

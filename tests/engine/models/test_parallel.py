@@ -54,6 +54,7 @@ def computed(engine: EngineConfig, tensor: int, pipeline: int) -> Computed:
         ("qwen3_moe", "float16", 1, {}),  # experts in some layers
         ("mistral", "float32", 1, {"num_hidden_layers": 4}),
         ("mixtral", "bfloat16", 2, {}),
+        ("gpt_oss", "float32", 2, {}),
     ],
 )
 def test_stages_have_the_bits_of_one_stage(
@@ -87,6 +88,7 @@ def test_a_head_of_its_own_beside_a_tied_embedding_is_that_of_the_last_stage(tmp
         ("llama", 2, {"attention_bias": True, "mlp_bias": True}, "none"),
         ("mixtral", 2, {}, "int8"),
         ("qwen3_moe", 2, {}, "none"),
+        ("gpt_oss", 2, {}, "none"),  # attention sinks, and biases of experts
         ("llama", 2, {}, "int4"),  # a rank's part of down_proj ends inside of a group
         ("mistral", 4, {"vocab_size": 1001}, "none"),  # two ranks have copies of each KV head
         (
