@@ -1,4 +1,4 @@
-"""The random-weight model shapes that the benchmarks run on: Qwen3, at sizes that real models have."""
+"""The random-weight model shapes that the benchmarks run on: Qwen3, at sizes that real models have, and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 8192,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    },
 }
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -48,15 +63,17 @@ def write_config(folder: Path, shape: str) -> Path:
 
 
 def layer_weights(shape: str) -> int:
-    """Elements of the weights that every token is multiplied with, without the vocabulary's."""
+    """Elements of the weights that every token is multiplied with, without the vocabulary's and the routers'."""
     sizes = SHAPES[shape]
+    intermediate = sizes.get("num_experts_per_tok", 0) * sizes.get("moe_intermediate_size", 0)
     heads = 2 * (sizes["num_attention_heads"] + sizes["num_key_value_heads"])  # query and output; key and value
-    of_a_layer = heads * sizes["head_dim"] + 3 * sizes["intermediate_size"]
+    of_a_layer = heads * sizes["head_dim"] + 3 * (intermediate or sizes["intermediate_size"])
     return int(sizes["num_hidden_layers"] * sizes["hidden_size"] * of_a_layer)
 
 
 def bytes_of_step(shape: str, num_requests: int, context_len: int) -> int:
-    """What a decode step has to read in bfloat16: each weight once, and the KV of every request."""
+    """What a decode step has to read in bfloat16: each weight once, and the KV of every request. Of a mixture of
+    experts those of one token, the least."""
     sizes = SHAPES[shape]
     weights = layer_weights(shape) + sizes["vocab_size"] * sizes["hidden_size"]
     kv = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]

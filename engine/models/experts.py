@@ -14,11 +14,13 @@ from typing import Protocol
 import torch
 
 from engine.attention.cpu import is_compiled_for
-from engine.attention.openmp import launch, launcher
+from engine.attention.openmp import launch, launcher, num_threads_for
 from engine.attention.simd import WIDTH
 from engine.models import experts_kernels as kernels
+from engine.models.elementwise import to_float32
 
-_PlaceArguments = ctypes.c_int64 * 8
+_ChooseArguments = ctypes.c_int64 * 8
+_PlaceArguments = ctypes.c_int64 * 9
 _SpreadArguments = ctypes.c_int64 * 7
 _CombineArguments = ctypes.c_int64 * 8
 
@@ -29,6 +31,26 @@ class GroupedLinear(Protocol):
     def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features], same dtype; layer i has the rows from starts[i] to starts[i +
         1]. starts: int64 [layers + 1]."""
+
+
+def choose(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable experts of each token. logits [tokens, experts] -> probabilities (float32), which `normalises`
+    divides by their sum, and experts (int64), [tokens, num_per_token]."""
+    weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(num_per_token, dim=-1)
+    if normalises:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    return weights, chosen
+
+
+def choose_compiled(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same on CPU, in one launch."""
+    numbers, shape = to_float32(logits), (len(logits), num_per_token)
+    weights = torch.empty(shape, dtype=torch.float32, device="cpu")
+    chosen = torch.empty(shape, dtype=torch.int64, device="cpu")
+    addresses = (numbers.data_ptr(), int(normalises), weights.data_ptr(), chosen.data_ptr())
+    arguments = _ChooseArguments(0, *shape, logits.shape[1], *addresses)
+    launcher(kernels.choose_address())(num_threads_for(numbers.numel()), arguments)
+    return weights, chosen
 
 
 class Experts(Protocol):
@@ -81,8 +103,7 @@ class CompiledExperts:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
-        weights = weights.to(torch.float32, copy=True)
-        places, starts = self._placed(chosen.contiguous(), weights)
+        places, starts, weights = self._placed(chosen.contiguous(), weights.float().contiguous())
         rows = self._down(self._activation(self._up(_spread(x.contiguous(), places), starts)), starts)
         output = torch.empty_like(x)
         arguments = _CombineArguments(
@@ -97,10 +118,10 @@ class CompiledExperts:
         launch(kernels.combine_address, x.dtype, rows.numel(), arguments)
         return output
 
-    def _placed(self, chosen: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places of the choices, ascending in each token, with which its weights move; first row of each expert and the
-        end."""
-        places = torch.empty_like(chosen)
+    def _placed(self, chosen: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places of the choices, ascending in each token; first row of each expert and the end; weights in the order of
+        the places."""
+        places, placed_weights = torch.empty_like(chosen), torch.empty_like(weights)
         starts = torch.empty(self._num_experts + 1, dtype=torch.int64, device="cpu")
         arguments = _PlaceArguments(
             0,
@@ -110,9 +131,10 @@ class CompiledExperts:
             weights.data_ptr(),
             starts.data_ptr(),
             places.data_ptr(),
+            placed_weights.data_ptr(),
         )
         launcher(kernels.place_address())(None, arguments)
-        return places, starts
+        return places, starts, placed_weights
 
 
 def _spread(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rows in the order of their experts, and the sums of a token's experts, called with addresses by
+"""A router's choices, rows in the order of their experts, and the sums of a token's experts, called with addresses by
 `engine.models.experts`.
 
 A choice is one of a token's experts. Its place is that of its row among the rows of all choices, which are ordered by
@@ -15,14 +15,26 @@ import functools
 import numpy as np
 
 from engine.attention.compilation import kernel, kernel_part
-from engine.attention.simd import FLOAT32, INT64, KINDS, WIDTH, load, next_task, pointer, splat, store
+from engine.attention.simd import FLOAT32, INT64, KINDS, WIDTH, exp, first_of, load, next_task, pointer, splat, store
+
+
+@functools.cache
+def choose_address() -> int:
+    """`void(int64*)`: counter, tokens, choices of a token, experts, logits (float32 [tokens, experts]), whether the
+    weights of a token's choices are divided by their sum; written: weight (float32) and expert of each choice."""
+
+    @kernel
+    def compiled(a):
+        _choose(a)
+
+    return int(compiled.address)
 
 
 @functools.cache
 def place_address() -> int:
-    """`void(int64*)`, for one thread: counter, tokens, choices of a token, experts; expert of each choice; its weight
-    (float32), which is moved with it; written: first row of each expert and the end [experts + 1], place of each
-    choice."""
+    """`void(int64*)`, for one thread: counter, tokens, choices of a token, experts; expert and weight (float32) of each
+    choice; written: first row of each expert and the end [experts + 1], place of each choice, weights in the order of
+    the places."""
 
     @kernel
     def compiled(a):
@@ -56,10 +68,53 @@ def combine_address(dtype: str) -> int:
 
 
 @kernel_part
+def _choose(a):
+    tokens, size, num_experts, logits = a[1], a[2], a[3], pointer(a[4], FLOAT32)
+    weights, chosen = pointer(a[6], FLOAT32), pointer(a[7], INT64)
+    while True:
+        token = next_task(a)
+        if token >= tokens:
+            break
+        first, row = token * size, token * num_experts
+        for choice in range(size):
+            last = chosen[first + choice - 1] if choice > 0 else -1
+            chosen[first + choice] = _next_best(logits, row, num_experts, last)
+        greatest, total = logits[row + chosen[first]], np.float32(0)
+        if a[5] == 0:
+            for expert in range(num_experts):
+                total += _exp(logits[row + expert] - greatest)
+        for choice in range(first, first + size):
+            weights[choice] = _exp(logits[row + chosen[choice]] - greatest)
+            if a[5] != 0:
+                total += weights[choice]
+        for choice in range(first, first + size):
+            weights[choice] /= total
+
+
+@kernel_part
+def _next_best(logits, row, num_experts, last):
+    """The expert that follows `last` (-1: none) by logits, those of equal ones in ascending order. Of a row with NaN it
+    may be any."""
+    best = -1
+    for expert in range(num_experts):
+        logit = logits[row + expert]
+        follows = last < 0 or logit < logits[row + last] or (logit == logits[row + last] and expert > last)
+        if follows and (best < 0 or logit > logits[row + best]):
+            best = expert
+    return max(best, 0)
+
+
+@kernel_part
+def _exp(x):
+    """NaN stays, which `exp` clamps."""
+    return x if np.isnan(x) else first_of(exp(splat(x)))
+
+
+@kernel_part
 def _place(a):
     size, num_choices, num_experts = a[2], a[1] * a[2], a[3]
-    chosen, weights = pointer(a[4], INT64), pointer(a[5], FLOAT32)
-    starts, places = pointer(a[6], INT64), pointer(a[7], INT64)
+    chosen, given = pointer(a[4], INT64), pointer(a[5], FLOAT32)
+    starts, places, weights = pointer(a[6], INT64), pointer(a[7], INT64), pointer(a[8], FLOAT32)
     for expert in range(num_experts + 1):
         starts[expert] = 0
     for choice in range(num_choices):
@@ -69,7 +124,7 @@ def _place(a):
     for choice in range(num_choices - 1, -1, -1):
         expert = chosen[choice]
         starts[expert] -= 1
-        places[choice] = starts[expert]
+        places[choice], weights[choice] = starts[expert], given[choice]
     for first in range(0, num_choices, size):
         _sort(places, weights, first, first + size)
 

@@ -18,7 +18,7 @@ from engine.models import LastTokens
 from engine.models.adapters import Adapters
 from engine.models.config import ExpertsConfig, ModelConfig, RopeParameters
 from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
-from engine.models.experts import CompiledExperts, Experts, SeparateExperts
+from engine.models.experts import CompiledExperts, Experts, SeparateExperts, choose, choose_compiled
 from engine.models.linear import Linear, LinearSource, are_kernels, make_linear
 from engine.models.weights import WeightSource
 from engine.partition import Part
@@ -310,15 +310,9 @@ class SparseMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self._experts(x, *self._route(x))
-
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight (dtype of x) and expert of every choice, [tokens, num_per_token]."""
-        probabilities = self._router(x).softmax(dim=-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self._num_per_token, dim=-1)
-        if self._normalises:
-            weights /= weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), chosen
+        logits = self._router(x)
+        choose_from = choose_compiled if isinstance(self._experts, CompiledExperts) else choose
+        return self._experts(x, *choose_from(logits, self._num_per_token, normalises=self._normalises))
 
 
 def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
