@@ -24,7 +24,7 @@ from engine import LLM, SamplingParams
 
 
 @click.command(help=__doc__)
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="33m", show_default=True)
+@click.option("--shape", type=click.Choice(["33m", "0.6b"]), default="33m", show_default=True)
 @click.option("--rank", default=16, show_default=True)
 @click.option("--adapters", "counts", multiple=True, default=[1, 4, 32], show_default=True)
 @click.option("--repeat", default=3, show_default=True, help="Runs of each; the median counts.")

@@ -4,7 +4,7 @@ all processors in benchmarks/RESULTS.md.
     make peers        # makes vLLM's environment first, about 5 GB; then 40 minutes on two quiet cores
     python -m benchmarks.peers [--processor "AMD EPYC, AVX-512"] [--repeat 5] [--shape 33m] [--no-hand-over]
 
-The engine against vLLM's offline `LLM` with both shapes, and what share of the machine's limits it reaches; then P/D: a
+The engine against vLLM's offline `LLM` with all shapes, and what share of the machine's limits it reaches; then P/D: a
 prompt handed over between two vLLMs by Tandem, against one vLLM that prefills and decodes itself.
 """
 
@@ -105,6 +105,8 @@ def engine_section(vllm_python: Path, shapes: Sequence[str], repeat: int, thread
                 rows.append(engine_row(shape, str(work), found))
                 limits += [(shape, *share) for share in shares(shape, found, speed)]
                 click.echo(" ".join(rows[-1]))
+        if not DECODING[shape]:
+            continue
         with both_sides(vllm_python, shape, threads, num_adapters=NUM_ADAPTERS) as sides:
             for work in WITH_ADAPTERS[shape]:
                 found = sides.compare(work, repeat)

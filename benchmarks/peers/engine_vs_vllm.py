@@ -41,9 +41,11 @@ WORKS = {
     "0.6b": [
         Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1), Work(8, 512, 1), Work(1, 4095, 1),
     ],
+    "moe": [Work(1, 32, 64), Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1), Work(8, 512, 1)],
 }  # fmt: skip
-DECODING = {"33m": [Work(16, 4032, 64)], "0.6b": [Work(1, 32, 64)]}
-WITH_ADAPTERS = {"33m": [Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1)], "0.6b": [Work(8, 32, 64)]}
+DECODING = {"33m": [Work(16, 4032, 64)], "0.6b": [Work(1, 32, 64)], "moe": []}
+WITH_ADAPTERS = {"33m": [Work(8, 32, 64), Work(32, 32, 64), Work(1, 1024, 1)], "0.6b": [Work(8, 32, 64)], "moe": []}
+"""Adapters are of dense layers."""
 NUM_ADAPTERS = 4
 _LONGEST = 4096
 _PEER = Path(__file__).with_name("offline_peer.py")
