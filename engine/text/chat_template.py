@@ -4,7 +4,8 @@
 
 Rendered in jinja2's immutable sandbox with what templates of the Hugging Face hub use: `raise_exception`,
 `strftime_now`, a `tojson` that leaves HTML characters alone, `break` and `continue`, and `{% generation %}`, which has
-no effect. For a template that rejects messages of several calls, as Llama 3's does, these become messages of one.
+no effect. For a template that rejects messages of several calls, as Llama 3's does, or renders the first call alone, as
+gpt-oss's, these become messages of one; system messages join the first where others than that are left out.
 Templates come with the model and are trusted to terminate; messages and variables are not trusted.
 """
 
@@ -76,10 +77,16 @@ class ChatTemplate:
         self.single_calls = _SINGLE_CALLS in self.tool_source
         """Whether a model with tools calls one at a time."""
         self._special_tokens = dict(special_tokens)
-        self._call_forms = {
-            bool(tools): _form_of_calls(partial(self._rendered, tools=tools)) for tools in (None, [_PROBE_TOOL])
-        }
+        renders = {bool(tools): partial(self._rendered, tools=tools) for tools in (None, [_PROBE_TOOL])}
+        self._call_forms = {has_tools: _form_of_calls(render) for has_tools, render in renders.items()}
         """How messages without and with tools have calls; None: the template leaves them out."""
+        self._one_call = {
+            has_tools: form is not None and _is_left_out(renders[has_tools], form.applied(_SECOND_CALL))
+            for has_tools, form in self._call_forms.items()
+        }
+        """Whether it renders only the first call of a message."""
+        self._one_system = {has_tools: _is_left_out(render, _LATER_SYSTEM) for has_tools, render in renders.items()}
+        """Whether it renders a system message only as the first one."""
         self.reserved_names = frozenset(
             {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
         )
@@ -101,7 +108,9 @@ class ChatTemplate:
         self._check(variables or {})
         source = self.tool_source if tools else self.source
         try:
-            messages = _with_single_calls(messages) if _SINGLE_CALLS in source else messages
+            messages = _with_one_system(messages) if self._one_system[bool(tools)] else messages
+            is_single = self._one_call[bool(tools)] or _SINGLE_CALLS in source
+            messages = _with_single_calls(messages) if is_single else messages
             return self._rendered(self._with_calls(messages, tools), tools, variables)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
@@ -131,6 +140,15 @@ class ChatTemplate:
                     f"{shown(name)} is {problem}",
                     f"1..64 of [A-Za-z0-9_], a letter first, and none of {', '.join(sorted(self.reserved_names))}",
                 )
+
+
+def _with_one_system(messages: Messages) -> Messages:
+    """With the texts of all system messages in one, at the beginning."""
+    systems = [one for one in messages if one.get("role") == "system"]
+    if not systems or systems == [messages[0]]:
+        return messages
+    joined = {"role": "system", "content": "\n\n".join(one["content"] for one in systems)}
+    return [joined, *(one for one in messages if one.get("role") != "system")]
 
 
 def _with_single_calls(messages: Messages) -> Messages:
@@ -207,6 +225,22 @@ _PROBE: Messages = [
     {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
     {"role": "tool", "content": "1", "tool_call_id": "c0ffee123", "name": "other"},
 ]
+_SECOND_CALL: Messages = [
+    _PROBE[0],
+    {**_PROBE[1], "tool_calls": [{**_PROBE_CALL, "function": {"name": "other", "arguments": {}}}, _PROBE_CALL]},
+    _PROBE[2],
+]
+_LATER_SYSTEM: Messages = [
+    {"role": role, "content": _PROBE_NAME if role == "system" else "x"}
+    for role in ("user", "assistant", "system", "user")
+]
+
+
+def _is_left_out(render: Callable[[Messages], str], probe: Messages) -> bool:
+    """Whether the template leaves out the probe's name, and that is no error."""
+    with suppress(*_TEMPLATE_ERRORS, RecursionError):
+        return _PROBE_NAME not in render(probe)
+    return False
 
 
 def _form_of_calls(render: Callable[[Messages], str]) -> _CallForm | None:
