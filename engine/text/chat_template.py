@@ -38,6 +38,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _SINGLE_CALLS = "only supports single tool-calls at once"
 """In the error of a template that rejects a message of several calls."""
+_THINKING = "message.thinking"
+"""In a template that reads reasoning by this name."""
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 MESSAGE_PARTS = ("text", "refusal")
@@ -111,6 +113,7 @@ class ChatTemplate:
             messages = _with_one_system(messages) if self._one_system[bool(tools)] else messages
             is_single = self._one_call[bool(tools)] or _SINGLE_CALLS in source
             messages = _with_single_calls(messages) if is_single else messages
+            messages = list(map(_with_thinking, messages)) if _THINKING in source else messages
             return self._rendered(self._with_calls(messages, tools), tools, variables)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
@@ -178,6 +181,14 @@ def _pairs(message: Mapping[str, Any], calls: Sequence[Any], results: Messages) 
         if answers:
             yield answers.popleft()
     yield from itertools.chain.from_iterable(waiting.values())
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the reasoning by gpt-oss's name too, but for a message of text and calls, which its template rejects."""
+    thought = message.get("reasoning_content")
+    if not thought or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {"thinking": thought, **message}
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,3 +155,13 @@ def test_system_messages_that_the_template_would_leave_out_join_the_first(roles:
     assert ChatTemplate(in_place, {}).render(messages) == "".join(
         f"<{one['role']}>{one['content']}" for one in messages
     )
+
+
+def test_a_template_that_reads_thinking_gets_the_thought_before_a_call() -> None:
+    template = ChatTemplate(FIRST_ONES, {})
+    result_of_call = "<thought>Hm.<call>A<tool>1"
+    assert template.render([calling(A, reasoning_content="Hm."), result("cA", "1")]) == result_of_call
+    assert template.render([calling(A, **THOUGHT), result("cA", "1")]) == result_of_call.replace("Hm", "Well")
+    given = calling(A, reasoning_content="Hm.", thinking="Well.")
+    assert template.render([given, result("cA", "1")]) == result_of_call.replace("Hm", "Well")
+    assert "thinking" not in ChatTemplate(ANY_CALLS, {}).render([calling(A, reasoning_content="Hm.")])
