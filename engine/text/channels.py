@@ -41,11 +41,11 @@ class ChannelParser(StateParser):
 
     def __init__(self, names: Collection[str], *, max_calls: int | None = None, is_answer: bool = False) -> None:
         """`names`: of the tools; `max_calls`: what follows them is dropped; `is_answer`: the prompt ends with
-        ANSWER_HEAD."""
+        ANSWER_HEAD, and a constraint excludes the marks: what looks like one is text."""
         self._names = names
         self._max_calls = max_calls
         self._buffer = "" if is_answer else "assistant"  # with which the prompt ends
-        self._state = self._content if is_answer else self._head
+        self._state = self._answer if is_answer else self._head
         self._has_reasoning = self._has_content = False
         self._num_calls = 0
 
@@ -88,6 +88,10 @@ class ChannelParser(StateParser):
         delta.content += text
         self._has_content = self._has_content or bool(text)
         return is_over
+
+    def _answer(self, delta: ChatDelta, final: bool) -> bool:
+        delta.content, self._buffer = self._buffer, ""
+        return False
 
     def _arguments(self, delta: ChatDelta, final: bool) -> bool:
         text, is_over = self._body(final)

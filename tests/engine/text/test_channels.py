@@ -76,6 +76,8 @@ def test_behind_the_last_call_that_is_allowed_all_is_dropped() -> None:
 
 def test_a_constrained_answer_is_content() -> None:
     assert parsed(['{"a": 5}'], is_answer=True) == ("", '{"a": 5}', [])
+    marks = f'{{"a": "<|end|>{NEXT}{CALL}"}}'
+    assert parsed([marks], is_answer=True) == ("", marks, []), "text, since the constraint excludes the tokens"
 
 
 def test_text_comes_as_it_is_written() -> None:
