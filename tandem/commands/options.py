@@ -23,6 +23,7 @@ from tandem.connectors import Options
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
+    from tandem.client.completion import Piece
     from tandem.client.credentials import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -164,6 +165,22 @@ def echo_answer(text: str, *, nl: bool = False, err: bool = False) -> None:
     if is_terminal(sys.stderr if err else sys.stdout):
         text = _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
     click.echo(text, nl=nl, err=err)
+
+
+class AnswerPrinter:
+    """Prints an answer as it comes: what the model thinks on standard error, in lines of its own."""
+
+    def __init__(self) -> None:
+        self._is_thinking = False
+
+    def add(self, piece: Piece) -> None:
+        if piece.reasoning:
+            echo_answer(piece.reasoning, err=True)
+            self._is_thinking = True
+        if self._is_thinking and (piece.content or piece.tool_calls or piece.finish_reason):
+            click.echo(err=True)
+            self._is_thinking = False
+        echo_answer(piece.content)
 
 
 def unusable(error: ValueError) -> click.ClickException:

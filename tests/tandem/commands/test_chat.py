@@ -39,6 +39,32 @@ def test_each_line_is_a_message_of_one_conversation(stack: Background) -> None:
     assert (result.exit_code, result.stdout) == (0, f"{first}\n{answer(stack, again)}\n")
 
 
+CHANNELS = "{# <|channel|> #}{% for message in messages %}<turn>{{ message.content }}{% endfor %}<turn>"
+THOUGHT = "<|channel|>analysis<|message|>Two threes.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (CHANNELS, f"{THOUGHT}<|channel|>final<|message|>Six.<|return|>"),
+        (CHANNELS.replace("<|channel|>", "</think>"), "<think>\nTwo threes.\n</think>\n\nSix."),
+    ],
+)
+def test_what_the_model_thinks_is_no_part_of_its_answer(tmp_path: Path, template: str, text: str) -> None:
+    stack, path = Background(tmp_path, chat_template=template), tmp_path / "chat.json"
+    stack.start()
+    try:
+        stack.write(text)
+        result = chat(stack, f"Factors of 6?\n/save {path}\n", "--max-tokens", "99")
+        command = ("generate", "--chat", "Factors of 6?", "--address", stack.address, "--max-tokens", "99")
+        generated = CliRunner().invoke(main, command)
+    finally:
+        stack.stop()
+    assert (result.stdout, result.stderr) == ("Six.\n", f"Two threes.\nsaved 2 messages to {path}\n")
+    assert json.loads(path.read_text())["messages"][1] == {"role": "assistant", "content": "Six."}
+    assert (generated.stdout, generated.stderr) == ("Six.\n", "Two threes.\n")
+
+
 def test_reset_forgets_and_system_stays(stack: Background) -> None:
     system = {"role": "system", "content": "Be brief."}
     brief = answer(stack, [system, *QUESTION])
