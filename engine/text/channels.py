@@ -19,10 +19,10 @@ from collections.abc import Collection
 
 from engine.text.chat_output import SPACE, ChatDelta, Pattern, StateParser, ToolCallDelta, literal, overlap
 
-CHANNEL = "<|channel|>"
-ANSWER_HEAD = f"{CHANNEL}final<|message|>"
+CHANNEL, HEAD_END, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
+ANSWER_HEAD = f"{CHANNEL}final{HEAD_END}"
 _START = "<|start|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_ENDS = (MESSAGE_END, "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _FUNCTIONS = "functions."
 _NAME, _WORD, _WORDS = r"[^\s<]{1,256}", r"\w{1,32}", r"[^<]{0,320}"
@@ -30,7 +30,7 @@ _CHANNEL = (*literal(CHANNEL), rf"(?P<channel>{_WORD})", rf"(?P<after>{_WORDS})"
 _TO = (*literal("to="), rf"(?P<recipient>{_NAME})", SPACE)
 _TYPE = (*literal("<|constrain|>"), _WORD, SPACE)
 _HEADS = [
-    Pattern(*literal("assistant"), SPACE, *to, *_CHANNEL, *kind, *literal("<|message|>"))
+    Pattern(*literal("assistant"), SPACE, *to, *_CHANNEL, *kind, *literal(HEAD_END))
     for to in ((), _TO)
     for kind in ((), _TYPE)
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.chat_output import HERMES
+from engine.text.chat_output import HARMONY, HERMES
 from engine.text.detokenizer import IncrementalDetokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.messages_api import MessagesBuilder, MessagesRequest
@@ -118,6 +118,20 @@ TEXTS = {
     "no thought": ("<think>\n\n</think>\n\nYes, it is.", ["Yes, it is."]),
     "nothing": ("  Yes. \n\nIt is.", ["  Yes. \n\nIt is."]),
 }
+IN_CHANNEL, NEXT = "<|channel|>analysis<|message|>Is it 漢字?<|end|>", "<|start|>assistant"
+FINAL, PREAMBLE = f"{NEXT}<|channel|>final<|message|>", f"{NEXT}<|channel|>commentary<|message|>I look.<|end|>"
+IN_CHANNELS = {
+    "reasoning in a channel": (f"{IN_CHANNEL}{FINAL}Yes, 漢字 it is.", ["Yes, 漢字 it is."]),
+    "words of a head": (f"{IN_CHANNEL}{FINAL}final it is.", ["final it is."]),
+    "a part of a head": (f"{IN_CHANNEL}{FINAL}an answer", ["an answer"]),
+    "words of the reasoning": (f"{IN_CHANNEL}{FINAL}Is it 漢字? Yes.", ["Is it 漢字? Yes."]),
+    "a call in a channel": (
+        f'{IN_CHANNEL}{PREAMBLE}{NEXT}<|channel|>commentary to=functions.f<|message|>{{"a": 1}}<|call|>',
+        ["I look."],
+    ),
+    "no reasoning": ("<|channel|>final<|message|>an answer", ["an answer"]),
+}
+TEXTS |= IN_CHANNELS
 EACH = pytest.mark.parametrize(("text", "parts"), TEXTS.values(), ids=TEXTS)
 SOME, WHOLE = [1, 2, 3, 7, 20], 1000
 
@@ -129,7 +143,9 @@ async def answered(text: str, num_at_once: int) -> dict[str, Any]:
     body = ResponsesRequest.parse(json.dumps(asked).encode())
     sent: Any = Sent()
     builder = ResponsesBuilder(sent, body, "m", TokenTexts(byte_level()))
-    output = ChatOutput(Tools.of(body.requests("l")[0].chat, HERMES), thinks=True)
+    form = HARMONY if "<|channel|>" in text else HERMES
+    tools, has_channels = Tools.of(body.requests("l")[0].chat, form), form is HARMONY
+    output = ChatOutput(tools, thinks=not has_channels, has_channels=has_channels)
     deltas = ChatDeltas("r", output, is_constrained=False)
     detokenizer = IncrementalDetokenizer(byte_level())
     call: Any = SimpleNamespace(trace=SimpleNamespace(trailers=tuple))
@@ -181,5 +197,15 @@ async def check_logprobs(text: str, parts: list[str], num_at_once: int) -> None:
 @pytest.mark.parametrize("num_at_once", [*SOME, WHOLE])
 async def test_reasoning_ends_with_its_mark(text: str, parts: list[str], num_at_once: int) -> None:
     usage = (await answered(text, num_at_once))["usage"]
-    expected = len(byte_level().encode(THOUGHT)) if text.startswith(THOUGHT) else 0
-    assert usage["output_tokens_details"]["reasoning_tokens"] == expected
+    thought = next((one for one in (THOUGHT, IN_CHANNEL) if text.startswith(one)), "")
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(byte_level().encode(thought))
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 3, 7])
+async def test_reasoning_behind_a_text_is_counted_without_the_text(num_at_once: int) -> None:
+    preamble = PREAMBLE.replace("I look.", "The best of times. " * 20)
+    response = await answered(f"{IN_CHANNEL}{preamble}{NEXT}{IN_CHANNEL}{FINAL}an answer", num_at_once)
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "reasoning", "message"]
+    thoughts = 2 * len(byte_level().encode(IN_CHANNEL))
+    counted = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert abs(counted - thoughts) <= len(byte_level().encode(IN_CHANNEL[: IN_CHANNEL.index("Is")])) + num_at_once
