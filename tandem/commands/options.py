@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -168,18 +168,18 @@ def echo_answer(text: str, *, nl: bool = False, err: bool = False) -> None:
 
 
 class AnswerPrinter:
-    """Prints an answer as it comes: what the model thinks on standard error, in lines of its own."""
+    """Prints an answer as it comes: what the model thinks on standard error, in lines of its own. Where that cannot be
+    written it is dropped, and not the answer."""
 
     def __init__(self) -> None:
         self._is_thinking = False
 
     def add(self, piece: Piece) -> None:
-        if piece.reasoning:
-            echo_answer(piece.reasoning, err=True)
-            self._is_thinking = True
-        if self._is_thinking and (piece.content or piece.tool_calls or piece.finish_reason):
-            click.echo(err=True)
-            self._is_thinking = False
+        is_thinking = self._is_thinking or bool(piece.reasoning)
+        ends = is_thinking and bool(piece.content or piece.tool_calls or piece.finish_reason)
+        with suppress(OSError):
+            echo_answer(piece.reasoning, nl=ends, err=True)
+        self._is_thinking = is_thinking and not ends
         echo_answer(piece.content)
 
 

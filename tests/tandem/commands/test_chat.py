@@ -8,12 +8,15 @@ import re
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from tandem import Client
 from tandem.cli import main
+from tandem.client.completion import Piece
 from tandem.commands import chat as module
+from tandem.commands.options import AnswerPrinter
 from tests.tandem.commands.background import Background
 from tests.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
 
@@ -63,6 +66,21 @@ def test_what_the_model_thinks_is_no_part_of_its_answer(tmp_path: Path, template
     assert (result.stdout, result.stderr) == ("Six.\n", f"Two threes.\nsaved 2 messages to {path}\n")
     assert json.loads(path.read_text())["messages"][1] == {"role": "assistant", "content": "Six."}
     assert (generated.stdout, generated.stderr) == ("Six.\n", "Two threes.\n")
+
+
+def test_thoughts_that_cannot_be_printed_cost_no_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def echo(text: str, *, nl: bool, err: bool) -> None:
+        if err:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        print(text, end="\n" if nl else "")
+
+    monkeypatch.setattr(click, "echo", echo)
+    printer = AnswerPrinter()
+    for piece in (Piece("", (), reasoning="Hm."), Piece("", (), content="Si"), Piece("", (), content="x.")):
+        printer.add(piece)
+    assert capsys.readouterr().out == "Six."
 
 
 def test_reset_forgets_and_system_stays(stack: Background) -> None:
