@@ -148,10 +148,13 @@ class ChatTemplate:
 def _with_one_system(messages: Messages) -> Messages:
     """With the texts of all system messages in one, at the beginning."""
     systems = [one for one in messages if one.get("role") == "system"]
-    if not systems or systems == [messages[0]]:
+    texts = [one["content"] for one in systems if isinstance(one.get("content"), str)]
+    if systems == [*messages[:1]] or not texts or len(texts) < len(systems):
         return messages
-    joined = {"role": "system", "content": "\n\n".join(one["content"] for one in systems)}
-    return [joined, *(one for one in messages if one.get("role") != "system")]
+    return [
+        {"role": "system", "content": "\n\n".join(texts)},
+        *(one for one in messages if one.get("role") != "system"),
+    ]
 
 
 def _with_single_calls(messages: Messages) -> Messages:

@@ -157,6 +157,12 @@ def test_system_messages_that_the_template_would_leave_out_join_the_first(roles:
     )
 
 
+def test_system_messages_of_parts_stay_where_they_are() -> None:
+    template = "{% for message in messages %}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    messages = [{"role": role, "content": [{"text": role}]} for role in ("system", "user", "system")]
+    assert ChatTemplate(template, {}).render(messages) == "<system><user><system>"
+
+
 def test_a_template_that_reads_thinking_gets_the_thought_before_a_call() -> None:
     template = ChatTemplate(FIRST_ONES, {})
     result_of_call = "<thought>Hm.<call>A<tool>1"
