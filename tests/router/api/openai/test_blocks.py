@@ -54,8 +54,11 @@ class Sent:
         self.body = content
 
 
-def messages(pieces: Sequence[str], tools: generation_pb2.Chat) -> list[generation_pb2.GenerateResponse]:
-    deltas = ChatDeltas("r", ChatOutput(Tools.of(tools, HERMES)), is_constrained=False)
+def messages(
+    pieces: Sequence[str], tools: generation_pb2.Chat, *, has_channels: bool = False
+) -> list[generation_pb2.GenerateResponse]:
+    output = ChatOutput(Tools.of(tools, HARMONY if has_channels else HERMES), has_channels=has_channels)
+    deltas = ChatDeltas("r", output, is_constrained=False)
     made = [
         generation_pb2.GenerateResponse(tokens=common_pb2.TokenChunk(token_ids=[1], text=piece, token_index=index))
         for index, piece in enumerate(pieces)
@@ -99,6 +102,25 @@ async def test_arguments_stay_with_their_call_when_text_follows_in_one_message(a
         else:
             parts = [item.get("arguments") or item["content"][0]["text"] for item in sent.body["output"]]
         assert parts == [ARGUMENTS, REST], (first, second)
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+async def test_a_text_ends_before_the_reasoning_that_follows_in_one_message(api: str) -> None:
+    call: Any = SimpleNamespace(trace=SimpleNamespace(trailers=tuple))
+    builder, chat, sent = builder_of(api, stream=False)
+    pieces = [
+        "<|channel|>commentary<|message|>I lo",
+        "ok.<|end|><|start|>assistant<|channel|>analysis<|message|>Two",
+        " threes.<|end|><|start|>assistant<|channel|>final<|message|>Six",
+    ]
+    for message in messages(pieces, chat, has_channels=True):
+        await builder.add(0, call, message)
+    await builder.finish({})
+    if api == "messages":
+        parts = [block.get("thinking") or block["text"] for block in sent.body["content"]]
+    else:
+        parts = [item["content"][0]["text"] for item in sent.body["output"]]
+    assert parts == ["I look.", "Two threes.", "\nSix"]
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
