@@ -236,14 +236,15 @@ class LLM:
         variables = chat_template_kwargs or {}
         try:
             token_ids = [tokenizer.encode_chat(one, tools=tools, template_variables=variables) for one in conversations]
+            texts = [tokenizer.render_chat(one, tools=tools, template_variables=variables) for one in conversations]
         except InvalidRequest as error:
             if error.field != "template_variables":
                 raise
             raise InvalidRequest("chat_template_kwargs", error.problem, error.allowed) from None
         prompts = [{"prompt_token_ids": ids} for ids in token_ids]
         results = self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora=lora)
-        for result, each in zip(results, conversations, strict=True):
-            result.prompt = tokenizer.render_chat(each, tools=tools, template_variables=variables)
+        for result, text in zip(results, texts, strict=True):
+            result.prompt = text
         return results
 
     def _adapters(self, lora: str | Sequence[str | None] | None, num_prompts: int) -> list[str]:

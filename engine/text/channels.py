@@ -9,6 +9,9 @@ than a function of the request (a tool that the model was trained with) is reaso
 without a recipient is content. Reasoning, and content, of several messages are divided by line feeds. What begins like
 no message is content.
 
+Heads come in other forms, too: a function without "functions.", no channel or several, of which the last counts, or an
+end in place of <|message|>: then what they say is reasoning.
+
 The marks are special tokens, which every constraint excludes: a constrained answer begins behind ANSWER_HEAD.
 """
 
@@ -17,23 +20,19 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from engine.text.chat_output import SPACE, ChatDelta, Pattern, StateParser, ToolCallDelta, literal, overlap
+from engine.text.chat_output import ChatDelta, StateParser, ToolCallDelta, overlap
 
-CHANNEL = "<|channel|>"
-ANSWER_HEAD = f"{CHANNEL}final<|message|>"
-_START = "<|start|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+CHANNEL, HEAD_END, MESSAGE_END = "<|channel|>", "<|message|>", "<|end|>"
+ANSWER_HEAD = f"{CHANNEL}final{HEAD_END}"
+_START, _CONSTRAIN = "<|start|>", "<|constrain|>"
+_ENDS = (MESSAGE_END, "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
+_HEAD = re.compile(r"assistant\s{0,64}(?:to=[^\s<]{1,256}\s{0,64})?(?:<\|(?:channel|constrain)\|>[^<]{0,320}){0,4}")
+_HEAD_ENDS = (HEAD_END, *_ENDS)
+_GOES_ON = (CHANNEL, _CONSTRAIN, *_HEAD_ENDS)
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_ANALYSIS = re.compile(r"\s*analysis\b")
 _FUNCTIONS = "functions."
-_NAME, _WORD, _WORDS = r"[^\s<]{1,256}", r"\w{1,32}", r"[^<]{0,320}"
-_CHANNEL = (*literal(CHANNEL), rf"(?P<channel>{_WORD})", rf"(?P<after>{_WORDS})")
-_TO = (*literal("to="), rf"(?P<recipient>{_NAME})", SPACE)
-_TYPE = (*literal("<|constrain|>"), _WORD, SPACE)
-_HEADS = [
-    Pattern(*literal("assistant"), SPACE, *to, *_CHANNEL, *kind, *literal("<|message|>"))
-    for to in ((), _TO)
-    for kind in ((), _TYPE)
-]
 
 
 class ChannelParser(StateParser):
@@ -41,36 +40,42 @@ class ChannelParser(StateParser):
 
     def __init__(self, names: Collection[str], *, max_calls: int | None = None, is_answer: bool = False) -> None:
         """`names`: of the tools; `max_calls`: what follows them is dropped; `is_answer`: the prompt ends with
-        ANSWER_HEAD."""
+        ANSWER_HEAD, and a constraint excludes the marks: what looks like one is text."""
         self._names = names
         self._max_calls = max_calls
         self._buffer = "" if is_answer else "assistant"  # with which the prompt ends
-        self._state = self._content if is_answer else self._head
+        self._state = self._answer if is_answer else self._head
         self._has_reasoning = self._has_content = False
         self._num_calls = 0
 
     def _head(self, delta: ChatDelta, final: bool) -> bool:
-        found = next((match for head in _HEADS if (match := head.match(self._buffer))), None)
-        if found is None:
-            if any(head.may_match(self._buffer) for head in _HEADS):
-                self._buffer = "" if final else self._buffer  # a head that is cut is no content
-                return False
-            self._buffer = self._buffer.removeprefix("assistant")
-            self._state = self._content
+        found = _HEAD.match(self._buffer)
+        head = found[0] if found else ""
+        rest = self._buffer[len(head) :]
+        end = next(filter(rest.startswith, _HEAD_ENDS), None)
+        if end is not None and found:
+            self._buffer = rest.removeprefix(HEAD_END)
+            self._begin(delta, head.removeprefix("assistant"), has_body=end == HEAD_END)
             return True
-        self._buffer = self._buffer[found.end() :]
-        self._begin(delta, found)
+        begins = _GOES_ON if found else ("assistant",)
+        if any(mark.startswith(rest) for mark in begins) or (head.strip() == "assistant" and "to=".startswith(rest)):
+            self._buffer = "" if final else self._buffer  # a head that is cut is no content
+            return False
+        self._buffer = self._buffer.removeprefix("assistant")
+        self._state = self._content
         return True
 
-    def _begin(self, delta: ChatDelta, head: re.Match[str]) -> None:
-        late = re.search(rf"to=({_NAME})", head["after"])
-        recipient = head.groupdict().get("recipient") or (late[1] if late else "")
-        name = recipient.removeprefix(_FUNCTIONS)
-        if recipient.startswith(_FUNCTIONS) and name in self._names:
+    def _begin(self, delta: ChatDelta, head: str, *, has_body: bool) -> None:
+        recipients = [one for one in _RECIPIENT.findall(head) if one != "assistant"]
+        name = next((name for one in recipients if (name := one.removeprefix(_FUNCTIONS)) in self._names), None)
+        first, last = head.partition(CHANNEL)[0], head.rpartition(CHANNEL)[2]
+        if not has_body:
+            self._buffer = last.replace(_CONSTRAIN, " ").strip() + self._buffer
+        if has_body and name is not None:
             delta.tool_calls.append(ToolCallDelta(self._num_calls, name))
             self._num_calls += 1
             self._state = self._arguments
-        elif recipient or head["channel"] == "analysis":
+        elif not has_body or _RECIPIENT.search(f"{first} {last}") or _ANALYSIS.match(last):
             delta.reasoning += "\n" if self._has_reasoning else ""
             self._state = self._reasoning
         else:
@@ -88,6 +93,10 @@ class ChannelParser(StateParser):
         delta.content += text
         self._has_content = self._has_content or bool(text)
         return is_over
+
+    def _answer(self, delta: ChatDelta, final: bool) -> bool:
+        delta.content, self._buffer = self._buffer, ""
+        return False
 
     def _arguments(self, delta: ChatDelta, final: bool) -> bool:
         text, is_over = self._body(final)

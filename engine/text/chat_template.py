@@ -4,7 +4,8 @@
 
 Rendered in jinja2's immutable sandbox with what templates of the Hugging Face hub use: `raise_exception`,
 `strftime_now`, a `tojson` that leaves HTML characters alone, `break` and `continue`, and `{% generation %}`, which has
-no effect. For a template that rejects messages of several calls, as Llama 3's does, these become messages of one.
+no effect. For a template that rejects messages of several calls, as Llama 3's does, or renders the first call alone, as
+gpt-oss's, these become messages of one; system messages join the first where others than that are left out.
 Templates come with the model and are trusted to terminate; messages and variables are not trusted.
 """
 
@@ -37,6 +38,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _SINGLE_CALLS = "only supports single tool-calls at once"
 """In the error of a template that rejects a message of several calls."""
+_THINKING = "message.thinking"
+"""In a template that reads reasoning by this name."""
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 MESSAGE_PARTS = ("text", "refusal")
@@ -76,10 +79,16 @@ class ChatTemplate:
         self.single_calls = _SINGLE_CALLS in self.tool_source
         """Whether a model with tools calls one at a time."""
         self._special_tokens = dict(special_tokens)
-        self._call_forms = {
-            bool(tools): _form_of_calls(partial(self._rendered, tools=tools)) for tools in (None, [_PROBE_TOOL])
-        }
+        renders = {bool(tools): partial(self._rendered, tools=tools) for tools in (None, [_PROBE_TOOL])}
+        self._call_forms = {has_tools: _form_of_calls(render) for has_tools, render in renders.items()}
         """How messages without and with tools have calls; None: the template leaves them out."""
+        self._one_call = {
+            has_tools: form is not None and _is_left_out(renders[has_tools], form.applied(_SECOND_CALL))
+            for has_tools, form in self._call_forms.items()
+        }
+        """Whether it renders only the first call of a message."""
+        self._one_system = {has_tools: _is_left_out(render, _LATER_SYSTEM) for has_tools, render in renders.items()}
+        """Whether it renders a system message only as the first one."""
         self.reserved_names = frozenset(
             {"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals}
         )
@@ -101,7 +110,10 @@ class ChatTemplate:
         self._check(variables or {})
         source = self.tool_source if tools else self.source
         try:
-            messages = _with_single_calls(messages) if _SINGLE_CALLS in source else messages
+            messages = _with_one_system(messages) if self._one_system[bool(tools)] else messages
+            is_single = self._one_call[bool(tools)] or _SINGLE_CALLS in source
+            messages = _with_single_calls(messages) if is_single else messages
+            messages = list(map(_with_thinking, messages)) if _THINKING in source else messages
             return self._rendered(self._with_calls(messages, tools), tools, variables)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest("messages", f"rejected by the chat template: {shown(str(error))}") from error
@@ -133,6 +145,18 @@ class ChatTemplate:
                 )
 
 
+def _with_one_system(messages: Messages) -> Messages:
+    """With the texts of all system messages in one, at the beginning."""
+    systems = [one for one in messages if one.get("role") == "system"]
+    texts = [one["content"] for one in systems if isinstance(one.get("content"), str)]
+    if systems == [*messages[:1]] or not texts or len(texts) < len(systems):
+        return messages
+    return [
+        {"role": "system", "content": "\n\n".join(texts)},
+        *(one for one in messages if one.get("role") != "system"),
+    ]
+
+
 def _with_single_calls(messages: Messages) -> Messages:
     """Each message of several calls as one for each of them, with its result behind it."""
     single, at = list[Mapping[str, Any]](), 0
@@ -160,6 +184,14 @@ def _pairs(message: Mapping[str, Any], calls: Sequence[Any], results: Messages) 
         if answers:
             yield answers.popleft()
     yield from itertools.chain.from_iterable(waiting.values())
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the reasoning by gpt-oss's name too, but for a message of text and calls, which its template rejects."""
+    thought = message.get("reasoning_content")
+    if not thought or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {"thinking": thought, **message}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +239,22 @@ _PROBE: Messages = [
     {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
     {"role": "tool", "content": "1", "tool_call_id": "c0ffee123", "name": "other"},
 ]
+_SECOND_CALL: Messages = [
+    _PROBE[0],
+    {**_PROBE[1], "tool_calls": [{**_PROBE_CALL, "function": {"name": "other", "arguments": {}}}, _PROBE_CALL]},
+    _PROBE[2],
+]
+_LATER_SYSTEM: Messages = [
+    {"role": role, "content": _PROBE_NAME if role == "system" else "x"}
+    for role in ("user", "assistant", "system", "user")
+]
+
+
+def _is_left_out(render: Callable[[Messages], str], probe: Messages) -> bool:
+    """Whether the template leaves out the probe's name, and that is no error."""
+    with suppress(*_TEMPLATE_ERRORS, RecursionError):
+        return _PROBE_NAME not in render(probe)
+    return False
 
 
 def _form_of_calls(render: Callable[[Messages], str]) -> _CallForm | None:

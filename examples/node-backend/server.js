@@ -27,8 +27,8 @@ const server = createServer(async (request, response) => {
       chat: { messages: [{ role: "user", content: await body(request) }] },
       sampling: { max_tokens: 256 },
     };
-    for await (const { tokens } of tandem.generate(question, { deadlineMs, signal: gone.signal })) {
-      response.write(tokens.text);
+    for await (const { tokens, delta } of tandem.generate(question, { deadlineMs, signal: gone.signal })) {
+      response.write(delta?.content ?? tokens.text); // of a model that thinks first: without what it thinks
     }
     response.end("\n");
   } catch (error) {

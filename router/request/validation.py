@@ -25,7 +25,7 @@ from engine.text.channels import ANSWER_HEAD, CHANNEL
 from engine.text.chat_output import THINK_BEGIN, THINK_END, TOOL_FORMATS, ToolFormat, tool_format_of
 from engine.text.detokenizer import OutputProcessor
 from engine.text.tokenizer import Tokenizer, supports_constraints
-from protos.tandem.v1 import generation_pb2
+from protos.tandem.v1 import common_pb2, generation_pb2
 from router.pools.instance_info import InstanceInfo
 from router.request.caller import Caller
 from router.request.chat import ChatOutput, Tools, template_messages
@@ -165,8 +165,6 @@ async def validated(
         _check_extras(request)
         tools = await model.tools_of(request.chat)
         prompt = await prompt_ids(request, model, limits, tools=tools)
-        if head := _answer_head(request, model, tools):
-            prompt = [*prompt, *head]
         validate_prompt(prompt, limits.vocab_size, limits.max_model_len)
         output = _chat_output(request, model, tools, prompt)
         default = _default_max_tokens(request.resume, len(prompt), shortest, limits)
@@ -303,7 +301,7 @@ async def prompt_ids(
             max_tokens=max_tokens,
         )
 
-    return await start_in_thread(encode, "tokenise the prompt")
+    return [*await start_in_thread(encode, "tokenise the prompt"), *_answer_head(request.sampling, model, tools)]
 
 
 def _template_variables(text: str) -> dict[str, Any]:
@@ -320,10 +318,11 @@ def _template_variables(text: str) -> dict[str, Any]:
         raise InvalidRequest("template_variables", f"{shown(text)} is no JSON object", "a JSON object") from None
 
 
-def _answer_head(request: generation_pb2.GenerateRequest, model: ServedModel, tools: Tools | None) -> Sequence[int]:
+def _answer_head(sampling: common_pb2.SamplingParams, model: ServedModel, tools: Tools | None) -> Sequence[int]:
     """Of a constrained answer of a model that writes into channels: the constraint excludes their marks."""
-    is_constrained = request.sampling.WhichOneof("constraint") is not None or (tools is not None and tools.is_required)
-    if not (model.has_channels and model.tokenizer is not None and request.HasField("chat") and is_constrained):
+    constraint = sampling.WhichOneof("constraint")
+    is_constrained = constraint is not None and (constraint != "json_object" or sampling.json_object)
+    if not model.has_channels or model.tokenizer is None or not (is_constrained or (tools and tools.is_required)):
         return ()
     return model.tokenizer.encode(ANSWER_HEAD, add_special_tokens=False)
 

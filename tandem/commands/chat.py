@@ -4,7 +4,8 @@
        │               └─calls─▶ the tool runs ─its results─▶ answering
        └─/command─▶ reading
 
-A failed message leaves the conversation as it was; an answer that Ctrl-C stops stays in it as far as it came.
+A failed message leaves the conversation as it was; an answer that Ctrl-C stops stays in it as far as it came. What the
+model thinks is shown and no part of the conversation.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import click
 from engine.errors import suggestion
 from tandem.commands import calculator
 from tandem.commands.options import (
+    AnswerPrinter,
     Choice,
     IntRange,
     call_options,
@@ -115,9 +117,8 @@ class _Answer:
     """One answer and when its tokens came."""
 
     started_s: float
-    has_tools: bool = False
     text: str = ""
-    """Without calls."""
+    """Without thoughts and calls."""
     times: list[tuple[float, int]] = field(default_factory=list)
     """Arrival and number of tokens of each piece."""
     completion: Completion | None = None
@@ -125,10 +126,7 @@ class _Answer:
 
     def add(self, piece: Piece) -> None:
         self.times.append((time.monotonic(), len(piece.token_ids)))
-        self.text += self.shown(piece)
-
-    def shown(self, piece: Piece) -> str:
-        return piece.content if self.has_tools else piece.text
+        self.text += piece.content
 
     @property
     def num_tokens(self) -> int:
@@ -217,7 +215,7 @@ class _Chat:
 
     def _streamed(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> _Answer:
         """The printed answer to `turns`; without times if it was stopped before its first token."""
-        answer = _Answer(time.monotonic(), has_tools=bool(options))
+        answer = _Answer(time.monotonic())
         stream = self._client.stream([*self._messages, *turns], **self._sampling, **options)
         try:
             answer.completion = _print_stream(stream, answer)
@@ -292,15 +290,16 @@ def _print_stream(stream: Generator[Piece, None, Completion], answer: _Answer) -
     """Prints the pieces as they come; returns the whole. Raises TandemError after a line break."""
     from tandem.client.errors import TandemError
 
+    printer = AnswerPrinter()
     try:
         while True:
             piece = next(stream)
             answer.add(piece)
-            echo_answer(answer.shown(piece))
+            printer.add(piece)
     except StopIteration as ended:
-        if answer.text or not answer.has_tools:
-            click.echo()
         completion: Completion = ended.value
+        if answer.text or not completion.tool_calls:
+            click.echo()
         return completion
     except TandemError:
         click.echo(err=True)

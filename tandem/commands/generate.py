@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import click
 
 from tandem.commands.options import (
+    AnswerPrinter,
     IntRange,
     call_options,
     calling_client,
     counted,
-    echo_answer,
     lora_option,
     sampling_options,
     standard_input,
@@ -100,13 +100,14 @@ def _stream(client: Client, prompt: Prompt, sampling: dict[str, object], stats: 
     first_s: float | None = None
     num_tokens = 0
     positions: list[tuple[TokenLogprob, ...]] = []
+    printer = AnswerPrinter()
     try:
         for piece in client.stream(prompt, **sampling):  # type: ignore[arg-type]  # tandem.client.request checks names and kinds
             if first_s is None:
                 first_s, num_first = time.monotonic(), len(piece.token_ids)
             num_tokens += len(piece.token_ids)
             positions += piece.logprobs
-            echo_answer(piece.text)
+            printer.add(piece)
     finally:
         if first_s is not None:
             click.echo()

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -23,6 +23,7 @@ from tandem.connectors import Options
 
 if TYPE_CHECKING:
     from tandem.client.client import Client
+    from tandem.client.completion import Piece
     from tandem.client.credentials import Credentials
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -164,6 +165,22 @@ def echo_answer(text: str, *, nl: bool = False, err: bool = False) -> None:
     if is_terminal(sys.stderr if err else sys.stdout):
         text = _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
     click.echo(text, nl=nl, err=err)
+
+
+class AnswerPrinter:
+    """Prints an answer as it comes: what the model thinks on standard error, in lines of its own. Where that cannot be
+    written it is dropped, and not the answer."""
+
+    def __init__(self) -> None:
+        self._is_thinking = False
+
+    def add(self, piece: Piece) -> None:
+        is_thinking = self._is_thinking or bool(piece.reasoning)
+        ends = is_thinking and bool(piece.content or piece.tool_calls or piece.finish_reason)
+        with suppress(OSError):
+            echo_answer(piece.reasoning, nl=ends, err=True)
+        self._is_thinking = is_thinking and not ends
+        echo_answer(piece.content)
 
 
 def unusable(error: ValueError) -> click.ClickException:

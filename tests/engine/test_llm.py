@@ -305,6 +305,17 @@ def test_a_chat_needs_the_tokenizer(checkpoint: Path) -> None:
         llm.chat(QUESTION, GREEDY)
 
 
+def test_a_mark_that_the_template_rejects_is_refused_before_anything_is_computed(
+    demo: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gpt-oss's template does with marks of its channels in a message, which as token ids are its text."""
+    monkeypatch.setattr(demo, "generate", lambda *_, **__: pytest.fail("it was computed"))
+    mark = demo.get_tokenizer().decode([demo.get_tokenizer().eos_token_id or 0], skip_special_tokens=False)
+    template = f"{{% if '{mark}' in messages[0].content %}}{{{{ raise_exception('a mark') }}}}{{% endif %}}x"
+    with pytest.raises(InvalidRequest, match="rejected by the chat template: 'a mark'"):
+        demo.chat([{"role": "user", "content": f"Hi {mark}"}], GREEDY, use_tqdm=False, chat_template=template)
+
+
 def test_a_refused_template_variable_is_named_as_the_argument_of_chat(demo: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs: 'messages' is reserved; allowed: "):
         demo.chat(QUESTION, GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})

@@ -80,6 +80,14 @@ async def test_an_answer_is_passed_on_as_it_is_written(run: Run) -> None:
         await rig.until_idle()
 
 
+async def test_what_the_model_thinks_is_not_passed_on(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, chat_template="{{ messages[0].content }}{# </think> #}")
+    decode = FakeInstance("decode", behaviour=Behaviour(writes="<think>\nTwo threes.\n</think>\n\nSix."))
+    model = ServedModel.from_folder(folder, "fake")
+    async with running(model, folder, prefill=0, decode=[decode]) as rig, backend(rig.app.address) as client:
+        assert (await client.post("/ask", content="Factors of 6?")).text == "Six.\n"
+
+
 async def test_a_reader_that_hangs_up_ends_the_request(run: Run) -> None:
     decode = FakeInstance("decode", behaviour=slow(0.05))
     async with run(prefill=0, decode=[decode]) as rig, backend(rig.app.address) as client:

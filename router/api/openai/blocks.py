@@ -67,8 +67,15 @@ class BlocksBuilder(ABC, Generic[BodyT]):
         calls = list(message.delta.tool_calls)
         if calls and not calls[0].name:  # more of the open call: the text comes behind it
             yield self._extended(calls.pop(0).arguments)
-        yield from self._added_text("reasoning", message.delta.reasoning)
-        yield from self._added_text("text", message.delta.content)
+        delta = message.delta
+        parts: list[tuple[Literal["reasoning", "text"], str]] = [
+            ("reasoning", delta.reasoning),
+            ("text", delta.content),
+        ]
+        if self._blocks and self._blocks[-1].kind == "text":  # which goes on before the model thinks again
+            parts.reverse()
+        for kind, text in parts:
+            yield from self._added_text(kind, text)
         for call in calls:
             self._blocks.append(Block("call", len(self._blocks), call_id=call.id, name=call.name))
             yield self._extended(call.arguments)

@@ -18,6 +18,7 @@ import msgspec
 from pydantic import BeforeValidator, Field
 
 from engine.errors import shown
+from engine.text.channels import HEAD_END, MESSAGE_END
 from engine.text.chat_output import HERMES, THINK_END
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.blocks import Block, BlocksBuilder
@@ -209,7 +210,7 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         """Of the part of a text that is sent."""
         self._id = f"resp_{exchange.answer_id}"
         self._created = int(time.time())
-        self._num_thinking = 0
+        self._num_thinking = self._num_between = 0
         self._is_thought_over = False
         self._behind_thought: list[bytes] = []
         """The tokens since the last reasoning, those of its message too, up to the mark that ends it."""
@@ -218,6 +219,8 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         await super().add(prompt_index, call, message)
         if message.delta.reasoning:
             self._behind_thought.clear()
+            if self._is_thought_over:  # a model that writes into channels thinks again
+                self._num_between = self._num_tokens - len(message.tokens.token_ids) - self._num_thinking
         elif not self._num_thinking or self._is_thought_over:
             return
         self._count_thinking(message)
@@ -227,10 +230,10 @@ class ResponsesBuilder(BlocksBuilder[ResponsesRequest]):
         long as the context: the last tokens have the beginning of a mark."""
         del self._behind_thought[:-_KEPT_TOKENS]
         self._behind_thought += map(self._texts.data_or_text, message.tokens.token_ids)
-        at, ends = b"".join(self._behind_thought).find(_END), list(accumulate(map(len, self._behind_thought)))
-        num_behind = len(ends) - 1 - bisect_left(ends, at + len(_END)) if at >= 0 else 0
-        self._num_thinking = self._num_tokens - num_behind
-        self._is_thought_over = at >= 0 or bool(message.delta.content or message.delta.tool_calls)
+        end, ends = _END.search(b"".join(self._behind_thought)), list(accumulate(map(len, self._behind_thought)))
+        num_behind = len(ends) - 1 - bisect_left(ends, end.end()) if end is not None else 0
+        self._num_thinking = self._num_tokens - self._num_between - num_behind
+        self._is_thought_over = end is not None or bool(message.delta.content or message.delta.tool_calls)
 
     def _added(self, message: generation_pb2.GenerateResponse) -> Iterator[tuple[Block, str]]:
         new: list[dict[str, Any]] = []
@@ -373,7 +376,11 @@ def _own(entries: Sequence[Mapping[str, Any]], text: str, *, is_first: bool) -> 
     part are marks, reasoning and calls, behind each part calls and what is held back."""
     data, part = list(map(_data, entries)), text.encode()
     whole, ends = b"".join(data), list(accumulate(map(len, data)))
-    begin = _OTHERS.sub(lambda found: bytes(len(found[0])), whole).find(part)
+    begin = whole.rfind(_HEAD_END + part)
+    if begin >= 0:  # a message in a channel
+        begin, is_first = begin + len(_HEAD_END), True
+    else:
+        begin = _OTHERS.sub(lambda found: bytes(len(found[0])), whole).find(part)
     if begin < 0:  # what looks like a call may be text
         begin = whole.rfind(part)
     end = begin + len(part)
@@ -387,8 +394,9 @@ def _data(entry: Mapping[str, Any]) -> bytes:
     return entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"])
 
 
-_END, _CALL, _CALL_END = THINK_END.encode(), HERMES.mark.encode(), HERMES.end.encode()
-_OTHERS = re.compile(rb"\A.*?%b|(?:\A|%b)(?:(?!%b).)*?%b" % (_END, _CALL, _CALL, _CALL_END), re.DOTALL)
+_END = re.compile(b"%b|%b" % (THINK_END.encode(), re.escape(MESSAGE_END).encode()))
+_HEAD_END, _CALL, _CALL_END = HEAD_END.encode(), HERMES.mark.encode(), HERMES.end.encode()
+_OTHERS = re.compile(rb"\A.*?%b|(?:\A|%b)(?:(?!%b).)*?%b" % (THINK_END.encode(), _CALL, _CALL, _CALL_END), re.DOTALL)
 """Reasoning and calls, the first of which may have begun before."""
 _STATUSES = {
     common_pb2.FINISH_REASON_STOP: "completed",

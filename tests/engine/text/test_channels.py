@@ -55,7 +55,27 @@ CASES: list[tuple[str, Parsed]] = [
     # Tools that are not the request's.
     ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
     ("<|channel|>commentary to=functions.other<|message|>{}<|call|>", ("{}", "", [])),
+    # Heads as gpt-oss sometimes writes them: a bare name, no channel, two channels, other words, no body.
+    ("<|channel|>analysis to=add code<|message|>{}<|call|>", ("", "", [("add", "{}")])),
+    (' to=functions.add<|message|>{"a": 1}<|call|>', ("", "", [("add", '{"a": 1}')])),
+    ("<|channel|>commentary <|constrain|>json to=functions.add<|message|>{}<|call|>", ("", "", [("add", "{}")])),
+    (
+        "<|channel|>commentary to=functions.add<|channel|>commentary json<|message|>{}<|call|>",
+        ("", "", [("add", "{}")]),
+    ),
+    ("<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|>", ("Hm.", "", [])),
+    ("<|channel|>commentary to=assistant<|channel|>final<|message|>Five.<|return|>", ("", "Five.", [])),
+    (" to=python<|channel|>commentary code<|message|>1 + 1<|call|>", ("1 + 1", "", [])),
+    ("<|channel|>final<|constrain|>my format json<|message|>{}<|return|>", ("", "{}", [])),
+    ("<|message|>Five.<|return|>", ("", "Five.", [])),
+    (f"<|channel|>commentary 2?<|end|>{NEXT}{THOUGHT}{NEXT}{ANSWER}", ("commentary 2?\nHm, 5 < 6.", "Five.\n", [])),
+    (f"<|channel|>{NEXT}{ANSWER}", ("", "Five.\n", [])),
+    (f"<|end|>{NEXT}{ANSWER}", ("", "Five.\n", [])),
     # No messages.
+    (" to the five", ("", " to the five", [])),
+    ("to=x and more", ("", "to=x and more", [])),
+    ("<|channel|>a < b<|message|>", ("", "<|channel|>a < b<|message|>", [])),
+    (f"{'<|channel|>x' * 5}<|message|>", ("", f"{'<|channel|>x' * 5}<|message|>", [])),
     ("Five.", ("", "Five.", [])),
     ("ship", ("", "ship", [])),
     (f"{ANSWER}<|start|>user<|message|>Hi<|end|>", ("", "Five.\nuser<|message|>Hi", [])),
@@ -76,6 +96,8 @@ def test_behind_the_last_call_that_is_allowed_all_is_dropped() -> None:
 
 def test_a_constrained_answer_is_content() -> None:
     assert parsed(['{"a": 5}'], is_answer=True) == ("", '{"a": 5}', [])
+    marks = f'{{"a": "<|end|>{NEXT}{CALL}"}}'
+    assert parsed([marks], is_answer=True) == ("", marks, []), "text, since the constraint excludes the tokens"
 
 
 def test_text_comes_as_it_is_written() -> None:
@@ -89,6 +111,7 @@ def test_text_comes_as_it_is_written() -> None:
 FRAGMENTS = st.sampled_from([
     *(THOUGHT, NEXT, ANSWER, CALL, EARLY, "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"),
     *("<|constrain|>", "assistant", " to=functions.add", "final", "analysis", "commentary", " ", "é", "<", "{", "<|"),
+    *("to=", "to=add", "t", "?", "<|channel|>commentary to=assistant"),
 ])  # fmt: skip
 
 

@@ -120,3 +120,54 @@ def test_calls_of_another_form_are_the_templates(calls: Any) -> None:
         ChatTemplate(ONE_CALL + "{{ raise_exception('seen') }}", {}).render(
             [calling() | {"tool_calls": calls}, result("cA", "1")]
         )
+
+
+FIRST_ONES = (
+    "{% set others = messages %}{% if messages[0].role == 'system' %}{% set others = messages[1:] %}"
+    "<system>{{ messages[0].content }}{% endif %}"
+    "{% for message in others %}{% if message.tool_calls %}{% if message.content and message.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+    "<thought>{{ message.content or message.thinking }}<call>{{ message.tool_calls[0].function.name }}"
+    "{% elif message.role != 'system' %}<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+)
+"""As gpt-oss's: it leaves out further calls of a message and system messages behind the first message."""
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_template_that_renders_the_first_call_alone_leaves_out_none(name: str) -> None:
+    history, pairs = HISTORIES[name]
+    template = ChatTemplate(FIRST_ONES, {})
+    rendered = template.render([USER, *history])
+    assert rendered == template.render([USER, *pairs])
+    for message in history:
+        assert all(f"<call>{one['function']['name']}" in rendered for one in message.get("tool_calls", ()))
+
+
+@pytest.mark.parametrize("roles", [("system", "system", "user"), ("system", "user", "system"), ("user", "system")])
+def test_system_messages_that_the_template_would_leave_out_join_the_first(roles: tuple[str, ...]) -> None:
+    messages = [{"role": role, "content": f"{role} {number}."} for number, role in enumerate(roles)]
+    systems = "\n\n".join(one["content"] for one in messages if one["role"] == "system")
+    user = next(one["content"] for one in messages if one["role"] == "user")
+    before = copy.deepcopy(messages)
+    assert ChatTemplate(FIRST_ONES, {}).render(messages) == f"<system>{systems}<user>{user}"
+    assert messages == before, "the caller's messages have changed"
+    in_place = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    assert ChatTemplate(in_place, {}).render(messages) == "".join(
+        f"<{one['role']}>{one['content']}" for one in messages
+    )
+
+
+def test_system_messages_of_parts_stay_where_they_are() -> None:
+    template = "{% for message in messages %}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    messages = [{"role": role, "content": [{"text": role}]} for role in ("system", "user", "system")]
+    assert ChatTemplate(template, {}).render(messages) == "<system><user><system>"
+
+
+def test_a_template_that_reads_thinking_gets_the_thought_before_a_call() -> None:
+    template = ChatTemplate(FIRST_ONES, {})
+    result_of_call = "<thought>Hm.<call>A<tool>1"
+    assert template.render([calling(A, reasoning_content="Hm."), result("cA", "1")]) == result_of_call
+    assert template.render([calling(A, **THOUGHT), result("cA", "1")]) == result_of_call.replace("Hm", "Well")
+    given = calling(A, reasoning_content="Hm.", thinking="Well.")
+    assert template.render([given, result("cA", "1")]) == result_of_call.replace("Hm", "Well")
+    assert "thinking" not in ChatTemplate(ANY_CALLS, {}).render([calling(A, reasoning_content="Hm.")])

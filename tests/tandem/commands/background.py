@@ -20,8 +20,8 @@ WEIGHTS = "3f9a2c" + "0" * 58
 class Background:
     """A router with an admin listener and its fakes, on a loop of its own: the command line blocks its thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model_folder = write_model_folder(folder)
+    def __init__(self, folder: Path, **model: Any) -> None:
+        self.model_folder = write_model_folder(folder, **model)
         identity = {"weights_digest": WEIGHTS, "dtype": "bfloat16+int8"}
         self.prefill = [FakeInstance("prefill", "prefill-0", identity=identity)]
         self.decode = [FakeInstance("decode", f"decode-{number}", identity=identity) for number in (0, 1)]

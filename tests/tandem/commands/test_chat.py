@@ -8,12 +8,15 @@ import re
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from tandem import Client
 from tandem.cli import main
+from tandem.client.completion import Piece
 from tandem.commands import chat as module
+from tandem.commands.options import AnswerPrinter
 from tests.tandem.commands.background import Background
 from tests.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
 
@@ -37,6 +40,47 @@ def test_each_line_is_a_message_of_one_conversation(stack: Background) -> None:
     again = [*QUESTION, {"role": "assistant", "content": first}, {"role": "user", "content": "And\nthen?"}]
     result = chat(stack, "What is a tandem?\n\nAnd\\\nthen?\n")
     assert (result.exit_code, result.stdout) == (0, f"{first}\n{answer(stack, again)}\n")
+
+
+CHANNELS = "{# <|channel|> #}{% for message in messages %}<turn>{{ message.content }}{% endfor %}<turn>"
+THOUGHT = "<|channel|>analysis<|message|>Two threes.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (CHANNELS, f"{THOUGHT}<|channel|>final<|message|>Six.<|return|>"),
+        (CHANNELS.replace("<|channel|>", "</think>"), "<think>\nTwo threes.\n</think>\n\nSix."),
+    ],
+)
+def test_what_the_model_thinks_is_no_part_of_its_answer(tmp_path: Path, template: str, text: str) -> None:
+    stack, path = Background(tmp_path, chat_template=template), tmp_path / "chat.json"
+    stack.start()
+    try:
+        stack.write(text)
+        result = chat(stack, f"Factors of 6?\n/save {path}\n", "--max-tokens", "99")
+        command = ("generate", "--chat", "Factors of 6?", "--address", stack.address, "--max-tokens", "99")
+        generated = CliRunner().invoke(main, command)
+    finally:
+        stack.stop()
+    assert (result.stdout, result.stderr) == ("Six.\n", f"Two threes.\nsaved 2 messages to {path}\n")
+    assert json.loads(path.read_text())["messages"][1] == {"role": "assistant", "content": "Six."}
+    assert (generated.stdout, generated.stderr) == ("Six.\n", "Two threes.\n")
+
+
+def test_thoughts_that_cannot_be_printed_cost_no_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def echo(text: str, *, nl: bool, err: bool) -> None:
+        if err:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        print(text, end="\n" if nl else "")
+
+    monkeypatch.setattr(click, "echo", echo)
+    printer = AnswerPrinter()
+    for piece in (Piece("", (), reasoning="Hm."), Piece("", (), content="Si"), Piece("", (), content="x.")):
+        printer.add(piece)
+    assert capsys.readouterr().out == "Six."
 
 
 def test_reset_forgets_and_system_stays(stack: Background) -> None:

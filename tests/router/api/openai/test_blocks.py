@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.text.chat_output import HERMES
+from engine.text.chat_output import HARMONY, HERMES
 from engine.text.detokenizer import IncrementalDetokenizer
 from protos.tandem.v1 import common_pb2, generation_pb2
 from router.api.openai.messages_api import MessagesBuilder, MessagesRequest
@@ -54,8 +54,11 @@ class Sent:
         self.body = content
 
 
-def messages(pieces: Sequence[str], tools: generation_pb2.Chat) -> list[generation_pb2.GenerateResponse]:
-    deltas = ChatDeltas("r", ChatOutput(Tools.of(tools, HERMES)), is_constrained=False)
+def messages(
+    pieces: Sequence[str], tools: generation_pb2.Chat, *, has_channels: bool = False
+) -> list[generation_pb2.GenerateResponse]:
+    output = ChatOutput(Tools.of(tools, HARMONY if has_channels else HERMES), has_channels=has_channels)
+    deltas = ChatDeltas("r", output, is_constrained=False)
     made = [
         generation_pb2.GenerateResponse(tokens=common_pb2.TokenChunk(token_ids=[1], text=piece, token_index=index))
         for index, piece in enumerate(pieces)
@@ -101,6 +104,25 @@ async def test_arguments_stay_with_their_call_when_text_follows_in_one_message(a
         assert parts == [ARGUMENTS, REST], (first, second)
 
 
+@pytest.mark.parametrize("api", ["messages", "responses"])
+async def test_a_text_ends_before_the_reasoning_that_follows_in_one_message(api: str) -> None:
+    call: Any = SimpleNamespace(trace=SimpleNamespace(trailers=tuple))
+    builder, chat, sent = builder_of(api, stream=False)
+    pieces = [
+        "<|channel|>commentary<|message|>I lo",
+        "ok.<|end|><|start|>assistant<|channel|>analysis<|message|>Two",
+        " threes.<|end|><|start|>assistant<|channel|>final<|message|>Six",
+    ]
+    for message in messages(pieces, chat, has_channels=True):
+        await builder.add(0, call, message)
+    await builder.finish({})
+    if api == "messages":
+        parts = [block.get("thinking") or block["text"] for block in sent.body["content"]]
+    else:
+        parts = [item["content"][0]["text"] for item in sent.body["output"]]
+    assert parts == ["I look.", "Two threes.", "\nSix"]
+
+
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 NAMED = '<tool_call>{"name": "f", "arguments": {"a": "漢字"}}</tool_call>'
 THOUGHT = "<think>\nIs it 漢字?\n</think>"
@@ -118,6 +140,20 @@ TEXTS = {
     "no thought": ("<think>\n\n</think>\n\nYes, it is.", ["Yes, it is."]),
     "nothing": ("  Yes. \n\nIt is.", ["  Yes. \n\nIt is."]),
 }
+IN_CHANNEL, NEXT = "<|channel|>analysis<|message|>Is it 漢字?<|end|>", "<|start|>assistant"
+FINAL, PREAMBLE = f"{NEXT}<|channel|>final<|message|>", f"{NEXT}<|channel|>commentary<|message|>I look.<|end|>"
+IN_CHANNELS = {
+    "reasoning in a channel": (f"{IN_CHANNEL}{FINAL}Yes, 漢字 it is.", ["Yes, 漢字 it is."]),
+    "words of a head": (f"{IN_CHANNEL}{FINAL}final it is.", ["final it is."]),
+    "a part of a head": (f"{IN_CHANNEL}{FINAL}an answer", ["an answer"]),
+    "words of the reasoning": (f"{IN_CHANNEL}{FINAL}Is it 漢字? Yes.", ["Is it 漢字? Yes."]),
+    "a call in a channel": (
+        f'{IN_CHANNEL}{PREAMBLE}{NEXT}<|channel|>commentary to=functions.f<|message|>{{"a": 1}}<|call|>',
+        ["I look."],
+    ),
+    "no reasoning": ("<|channel|>final<|message|>an answer", ["an answer"]),
+}
+TEXTS |= IN_CHANNELS
 EACH = pytest.mark.parametrize(("text", "parts"), TEXTS.values(), ids=TEXTS)
 SOME, WHOLE = [1, 2, 3, 7, 20], 1000
 
@@ -129,7 +165,9 @@ async def answered(text: str, num_at_once: int) -> dict[str, Any]:
     body = ResponsesRequest.parse(json.dumps(asked).encode())
     sent: Any = Sent()
     builder = ResponsesBuilder(sent, body, "m", TokenTexts(byte_level()))
-    output = ChatOutput(Tools.of(body.requests("l")[0].chat, HERMES), thinks=True)
+    form = HARMONY if "<|channel|>" in text else HERMES
+    tools, has_channels = Tools.of(body.requests("l")[0].chat, form), form is HARMONY
+    output = ChatOutput(tools, thinks=not has_channels, has_channels=has_channels)
     deltas = ChatDeltas("r", output, is_constrained=False)
     detokenizer = IncrementalDetokenizer(byte_level())
     call: Any = SimpleNamespace(trace=SimpleNamespace(trailers=tuple))
@@ -181,5 +219,15 @@ async def check_logprobs(text: str, parts: list[str], num_at_once: int) -> None:
 @pytest.mark.parametrize("num_at_once", [*SOME, WHOLE])
 async def test_reasoning_ends_with_its_mark(text: str, parts: list[str], num_at_once: int) -> None:
     usage = (await answered(text, num_at_once))["usage"]
-    expected = len(byte_level().encode(THOUGHT)) if text.startswith(THOUGHT) else 0
-    assert usage["output_tokens_details"]["reasoning_tokens"] == expected
+    thought = next((one for one in (THOUGHT, IN_CHANNEL) if text.startswith(one)), "")
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(byte_level().encode(thought))
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 3, 7])
+async def test_reasoning_behind_a_text_is_counted_without_the_text(num_at_once: int) -> None:
+    preamble = PREAMBLE.replace("I look.", "The best of times. " * 20)
+    response = await answered(f"{IN_CHANNEL}{preamble}{NEXT}{IN_CHANNEL}{FINAL}an answer", num_at_once)
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "reasoning", "message"]
+    thoughts = 2 * len(byte_level().encode(IN_CHANNEL))
+    counted = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert abs(counted - thoughts) <= len(byte_level().encode(IN_CHANNEL[: IN_CHANNEL.index("Is")])) + num_at_once

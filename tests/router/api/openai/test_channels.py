@@ -11,6 +11,7 @@ import pytest
 
 from engine.text.channels import ANSWER_HEAD
 from engine.text.chat_output import HARMONY
+from protos.tandem.v1 import generation_pb2
 from router.request.validation import ServedModel
 from tests.fakes.model_folder import write_model_folder
 from tests.router.api.openai.conftest import RunHttp
@@ -74,6 +75,20 @@ async def test_a_required_call_is_constrained_to_be_an_object(run_http: RunHttp,
         assert prompt_of(model, answer).endswith(ANSWER_HEAD)
         sampling = http.rig.decode[0].recorded("decode")[0].detail.request.sampling
         assert json.loads(sampling.structural_tag)["format"]["tags"][0]["begin"] == '{"name": "add", "parameters": '
+
+
+async def test_the_head_of_a_constrained_answer_is_counted_and_no_other_has_one(
+    run_http: RunHttp, model: ServedModel
+) -> None:
+    async with run_http(**writing('{"name": "add", "parameters": {"a": 3}}')) as http:
+        tool = {"name": "add", "input_schema": {"type": "object"}}
+        asked = {"messages": [USER], "tools": [tool], "tool_choice": {"type": "any"}}
+        counted = (await http.post("/v1/messages/count_tokens", **asked)).json()["input_tokens"]
+        usage = (await http.post("/v1/messages", max_tokens=64, **asked)).json()["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        with_false = generation_pb2.GenerateRequest(chat={"messages": [USER]}, sampling={"json_object": False})  # type: ignore[arg-type]
+        answer = await http.rig.generate(with_false)
+        assert answer.responses[0].prompt_tokens == (await chat(http)).usage.prompt_tokens
 
 
 def test_settings_turn_it_off_and_on(model_folder: Path, tmp_path: Path) -> None:
