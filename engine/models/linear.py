@@ -45,8 +45,13 @@ class LinearSource:
         base = self._base(parts, in_features, has_bias=has_bias)
         return base if self.adapters is None else self.adapters.added_to(base, parts, in_features)
 
+    def can_group(self, layers: list[dict[str, int]], in_features: int) -> bool:
+        """Whether kernels of our own are to compute them, whose codes they may have."""
+        parts = {name: size for layer in layers for name, size in layer.items()}
+        return are_kernels(self.dtype, self.quantization) or self._keeps_codes(_shapes(parts, in_features))
+
     def take_grouped(self, layers: list[dict[str, int]], in_features: int, *, has_bias: bool) -> GroupedLinear:
-        """For the kernels (`are_kernels`); each layer as `parts` of `take`."""
+        """Where `can_group`. Each layer as `parts` of `take`."""
         parts = {name: size for layer in layers for name, size in layer.items()}
         taken, bias = self._taken(parts, in_features), self._bias(parts) if has_bias else None
         if isinstance(taken, torch.Tensor):
@@ -61,11 +66,17 @@ class LinearSource:
         return _taken_together(self.weights, {f"{name}.bias": (size,) for name, size in parts.items()})
 
     def _taken(self, parts: dict[str, int], in_features: int) -> torch.Tensor | QuantizedMatrix:
-        weights, quantization = self.weights, self.quantization
-        shapes = {f"{name}.weight": (size, in_features) for name, size in parts.items()}
-        if quantization == "none" and not all(weights.keeps_codes(name, shape) for name, shape in shapes.items()):
+        weights, quantization, shapes = self.weights, self.quantization, _shapes(parts, in_features)
+        if quantization == "none" and not self._keeps_codes(shapes):
             return _taken_together(weights, shapes)
         return stacked([weights.take_quantized(name, shape, quantization) for name, shape in shapes.items()])
+
+    def _keeps_codes(self, shapes: Mapping[str, tuple[int, int]]) -> bool:
+        return all(self.weights.keeps_codes(name, shape) for name, shape in shapes.items())
+
+
+def _shapes(parts: Mapping[str, int], in_features: int) -> dict[str, tuple[int, int]]:
+    return {f"{name}.weight": (size, in_features) for name, size in parts.items()}
 
 
 def _taken_together(weights: WeightSource, shapes: Mapping[str, tuple[int, ...]]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from engine.models.adapters import Adapters
 from engine.models.config import ExpertsConfig, ModelConfig, RopeParameters
 from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
 from engine.models.experts import CompiledExperts, Experts, SeparateExperts, choose, choose_compiled
-from engine.models.linear import Linear, LinearSource, are_kernels, make_linear
+from engine.models.linear import Linear, LinearSource, make_linear
 from engine.models.weights import WeightSource
 from engine.partition import Part
 from engine.ranks import RankGroup, Stages
@@ -316,12 +316,13 @@ class SparseMLP:
 
 
 def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:
-    prefix, activation = f"model.layers.{layer}.mlp", elementwise.silu_and_mul
+    prefix = f"model.layers.{layer}.mlp"
     if config.experts is not None and config.experts.layers[layer]:
         return _take_experts(config.hidden_size, config.experts, linears, elementwise, prefix)
     gate_up, down = _projections(prefix, _PROJECTIONS, config.hidden_size, config.intermediate_size)
     taken = linears.take(gate_up, config.hidden_size, has_bias=config.mlp_bias)
-    return GatedMLP(taken, activation, linears.take(down, config.intermediate_size, has_bias=config.mlp_bias))
+    last = linears.take(down, config.intermediate_size, has_bias=config.mlp_bias)
+    return GatedMLP(taken, elementwise.silu_and_mul, last)
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -353,9 +354,10 @@ def _take_experts(
         activation = partial(elementwise.clamped_gate, gate=config.gate)
     linears = replace(linears, adapters=None)  # an expert's rows are not the step's
     layers = [_projections(f"{prefix}.experts.{one}", names, hidden, size) for one in range(config.num_experts)]
+    gate_ups, downs = ([*parts] for parts in zip(*layers, strict=True))
+    can_group = linears.can_group(gate_ups, hidden) and linears.can_group(downs, size)
     experts: Experts
-    if isinstance(elementwise, CompiledElementwise) and are_kernels(linears.dtype, linears.quantization):
-        gate_ups, downs = ([*parts] for parts in zip(*layers, strict=True))
+    if isinstance(elementwise, CompiledElementwise) and can_group:
         up = linears.take_grouped(gate_ups, hidden, has_bias=has_bias)
         down = linears.take_grouped(downs, size, has_bias=has_bias)
         experts = CompiledExperts(up, activation, down, num_experts=config.num_experts)
