@@ -25,6 +25,13 @@ const SERVICE_CONFIG = JSON.stringify({
   ],
 });
 
+const CONNECTION = {
+  "grpc.keepalive_time_ms": 10_000, // a frozen router is noticed after 15 s
+  "grpc.keepalive_timeout_ms": 5_000,
+  "grpc.initial_reconnect_backoff_ms": 100, // a router that restarts is found again at once, however long it was away
+  "grpc.max_reconnect_backoff_ms": 500,
+};
+
 const MAX_RESUMPTIONS = 3;
 const RESUME_WAIT_MS = 30_000; // enough for a router that is restarted
 const MIN_DELAY_MS = 200;
@@ -45,13 +52,9 @@ export async function connect(address) {
   });
   const { GenerationService } = grpc.loadPackageDefinition(definition).tandem.v1;
   const clientWith = (options) =>
-    new GenerationService(address, grpc.credentials.createInsecure(), { "grpc.keepalive_time_ms": 30_000, ...options });
+    new GenerationService(address, grpc.credentials.createInsecure(), { ...CONNECTION, ...options });
   const beginning = clientWith({ "grpc.service_config": SERVICE_CONFIG, "grpc.enable_retries": 1 });
-  const resuming = clientWith({
-    "grpc.enable_retries": 0,
-    "grpc.initial_reconnect_backoff_ms": 100, // a router that restarts is found again at once
-    "grpc.max_reconnect_backoff_ms": 500,
-  });
+  const resuming = clientWith({ "grpc.enable_retries": 0 });
   return new Tandem(beginning, resuming);
 }
 

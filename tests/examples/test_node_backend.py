@@ -19,13 +19,14 @@ from router.app import RouterApp
 from router.request.validation import ServedModel
 from serving.errors import CutOff, InternalError, Overloaded, ServiceError, Unavailable, trailers
 from serving.settings import parse_address
-from tests.ending_proxy import ENDS, ending_proxy
+from tests.ending_proxy import ENDS, FREEZES, ending_proxy
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_fakes_tokenizer, write_model_folder
 from tests.fakes.tokens import text_of, token_at
 from tests.router.conftest import Run
 from tests.router.rig import running, settings_of, slow
+from tests.tcp import TcpServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples/node-backend"
 
@@ -248,6 +249,35 @@ async def test_a_stream_that_a_proxy_ends_in_http2_goes_on(end: str) -> None:
             has_read.set()
     assert text == "Yes, we do.\n"
     assert router.num_calls == 2
+
+
+@pytest.mark.slow
+async def test_a_stream_whose_router_is_frozen_goes_on_after_fifteen_seconds() -> None:
+    router, has_read = ScriptedRouter((1, LOST), (2, None)), asyncio.Event()
+    has_read.set()
+    async with (
+        served(router) as address,
+        ending_proxy(address, FREEZES, has_read) as proxy,
+        backend(proxy.address, DEADLINE_MS="40000") as client,
+    ):
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+    assert router.num_calls == 2
+
+
+async def test_a_router_that_was_away_for_long_is_found_at_once() -> None:
+    """A twelfth attempt to connect would come after minutes if each waited longer than the one before."""
+    num_attempts, has_tried_often = 0, asyncio.Event()
+
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts == 12:
+            has_tried_often.set()
+        writer.close()
+
+    async with TcpServer(fail) as absent, backend(absent.address) as client, asyncio.timeout(60):
+        while not has_tried_often.is_set():
+            assert (await client.post("/ask", content="hi")).status_code == 503
 
 
 async def test_a_router_of_a_version_that_begins_again_ends_the_stream_and_repeats_nothing() -> None:
