@@ -31,6 +31,7 @@ const CONNECTION = {
   "grpc.initial_reconnect_backoff_ms": 100, // a router that restarts is found again at once, however long it was away
   "grpc.max_reconnect_backoff_ms": 500,
 };
+const THIS_MACHINE = /^(localhost|127(\.\d+){3}|\[::1\]):\d+$/; // a proxy that the environment names cannot reach it
 
 const MAX_RESUMPTIONS = 3;
 const RESUME_WAIT_MS = 30_000; // enough for a router that is restarted
@@ -51,8 +52,9 @@ export async function connect(address) {
     oneofs: true,
   });
   const { GenerationService } = grpc.loadPackageDefinition(definition).tandem.v1;
+  const proxy = THIS_MACHINE.test(address) ? { "grpc.enable_http_proxy": 0 } : {};
   const clientWith = (options) =>
-    new GenerationService(address, grpc.credentials.createInsecure(), { ...CONNECTION, ...options });
+    new GenerationService(address, grpc.credentials.createInsecure(), { ...CONNECTION, ...proxy, ...options });
   const beginning = clientWith({ "grpc.service_config": SERVICE_CONFIG, "grpc.enable_retries": 1 });
   const resuming = clientWith({ "grpc.enable_retries": 0 });
   return new Tandem(beginning, resuming);

@@ -280,6 +280,11 @@ async def test_a_router_that_was_away_for_long_is_found_at_once() -> None:
             assert (await client.post("/ask", content="hi")).status_code == 503
 
 
+async def test_a_router_on_this_machine_is_called_without_a_proxy() -> None:
+    async with scripted(ScriptedRouter((3, None)), http_proxy="http://127.0.0.1:9", no_proxy="") as client:
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+
+
 async def test_a_router_of_a_version_that_begins_again_ends_the_stream_and_repeats_nothing() -> None:
     router, pieces = ScriptedRouter((1, LOST), (3, None), resumes=False), list[str]()
 
