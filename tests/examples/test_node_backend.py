@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ import pytest
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.request.validation import ServedModel
-from serving.errors import CutOff, InternalError, Overloaded, ServiceError, Unavailable, trailers
+from serving.errors import CutOff, InternalError, InvalidArgument, Overloaded, ServiceError, Unavailable, trailers
 from serving.settings import parse_address
 from tests.ending_proxy import ENDS, FREEZES, ending_proxy
 from tests.fakes.behaviour import Behaviour
@@ -249,6 +250,37 @@ async def test_a_stream_that_a_proxy_ends_in_http2_goes_on(end: str) -> None:
             has_read.set()
     assert text == "Yes, we do.\n"
     assert router.num_calls == 2
+
+
+GENERATE = """
+import { connect } from "./tandem.js";
+const tandem = await connect(process.argv[1]);
+for await (const { tokens } of tandem.generate(JSON.parse(process.argv[2]))) process.stdout.write(tokens.text);
+tandem.close();
+"""
+
+
+async def generated(address: str, request: dict[str, Any]) -> str:
+    """The text that tandem.js gets for `request`."""
+    node = ("node", "--input-type=module", "-e", GENERATE, address, json.dumps(request))
+    process = await asyncio.create_subprocess_exec(*node, cwd=EXAMPLE, stdout=asyncio.subprocess.PIPE)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    return output.decode()
+
+
+async def test_a_backend_that_has_kept_the_ids_goes_on_after_its_own_restart() -> None:
+    router = ScriptedRouter((0, Unavailable("no instance", 0.01)), (1, LOST), (1, None))
+    resume = {"choices": [{"token_ids": [0], "fingerprint": "f"}]}
+    async with served(router) as address:
+        assert await generated(address, {"text": "hi", "sampling": {"seed": 3}, "resume": resume}) == ", we do."
+    assert router.num_calls == 3
+
+
+async def test_a_number_of_choices_may_be_text_as_int64_is_in_javascript() -> None:
+    router = ScriptedRouter((3, LOST), (0, InvalidArgument("resume: every choice has finished")))
+    async with served(router) as address:
+        assert await generated(address, {"text": "hi", "sampling": {"n": "1"}}) == "Yes, we do."
+    assert router.num_calls == 1
 
 
 @pytest.mark.slow
