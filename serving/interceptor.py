@@ -338,7 +338,7 @@ class _Method:
         try:
             return self._request.FromString(data)
         except DecodeError:
-            problem = f"is not a valid {self.request_name}"
+            problem = f"is not a valid {self.request_name}; allowed: protobuf whose texts are UTF-8"
             raise InvalidArgument(f"request {problem}", [FieldViolation("request", problem)]) from None
 
     def serialised(self, response: Message) -> bytes:

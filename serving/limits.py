@@ -124,7 +124,7 @@ class OpenCalls:
     def _end(self, bounds: dict[asyncio.Timeout, CallEnd]) -> None:
         for bound, end in bounds.items():
             if not bound.expired():
-                end.error = CutOff("ended before the request was finished", _RETRY_ELSEWHERE_S)
+                end.error = CutOff("the server ended before the request was finished", _RETRY_ELSEWHERE_S)
                 bound.reschedule(0.0)
 
     async def wait_idle(self) -> None:

@@ -18,12 +18,14 @@ ENDS = {
     "no trailers": (DATA, END_STREAM, b""),
 }
 """HAProxy's two ways to end a stream whose headers it has sent: type, flags and payload of the frame."""
+FREEZES = "freezes"
+"""No end: the connection stays, and nothing comes any more, as from a router that is frozen."""
 
 
 @asynccontextmanager
 async def ending_proxy(address: str, end: str, has_read: asyncio.Event) -> AsyncIterator[TcpServer]:
-    """In front of the server at `address`; `end` is one of ENDS. The stream ends after `has_read`: gRPC drops messages
-    that are unread then."""
+    """In front of the server at `address`; `end` is one of ENDS, or FREEZES. The stream ends after `has_read`: gRPC
+    drops messages that are unread then."""
     host, _, port = address.rpartition(":")
     num_connections = 0
 
@@ -36,6 +38,9 @@ async def ending_proxy(address: str, end: str, has_read: asyncio.Event) -> Async
             if num_connections == 1:
                 stream = await _pass_frames_until_data(answers, writer)
                 await has_read.wait()
+                if end == FREEZES:
+                    await sending
+                    return
                 kind, flags, payload = ENDS[end]
                 writer.write(frame(kind, flags, stream, payload))
                 writer.write(frame(GOAWAY, 0, 0, stream.to_bytes(4) + bytes(4)))

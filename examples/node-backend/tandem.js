@@ -25,6 +25,14 @@ const SERVICE_CONFIG = JSON.stringify({
   ],
 });
 
+const CONNECTION = {
+  "grpc.keepalive_time_ms": 10_000, // a frozen router is noticed after 15 s
+  "grpc.keepalive_timeout_ms": 5_000,
+  "grpc.initial_reconnect_backoff_ms": 100, // a router that restarts is found again at once, however long it was away
+  "grpc.max_reconnect_backoff_ms": 500,
+};
+const THIS_MACHINE = /^(localhost|127(\.\d+){3}|\[::1\]):\d+$/; // a proxy that the environment names cannot reach it
+
 const MAX_RESUMPTIONS = 3;
 const RESUME_WAIT_MS = 30_000; // enough for a router that is restarted
 const MIN_DELAY_MS = 200;
@@ -44,14 +52,11 @@ export async function connect(address) {
     oneofs: true,
   });
   const { GenerationService } = grpc.loadPackageDefinition(definition).tandem.v1;
+  const proxy = THIS_MACHINE.test(address) ? { "grpc.enable_http_proxy": 0 } : {};
   const clientWith = (options) =>
-    new GenerationService(address, grpc.credentials.createInsecure(), { "grpc.keepalive_time_ms": 30_000, ...options });
+    new GenerationService(address, grpc.credentials.createInsecure(), { ...CONNECTION, ...proxy, ...options });
   const beginning = clientWith({ "grpc.service_config": SERVICE_CONFIG, "grpc.enable_retries": 1 });
-  const resuming = clientWith({
-    "grpc.enable_retries": 0,
-    "grpc.initial_reconnect_backoff_ms": 100, // a router that restarts is found again at once
-    "grpc.max_reconnect_backoff_ms": 500,
-  });
+  const resuming = clientWith({ "grpc.enable_retries": 0 });
   return new Tandem(beginning, resuming);
 }
 
@@ -66,6 +71,8 @@ class Tandem {
 
   /**
    * The messages of one request (protos/tandem/v1/generation.proto) as they come.
+   *
+   * Of a request with `resume`, as of a backend that has kept the ids and was restarted, the rest comes.
    *
    * Leaving the loop, or aborting `signal`, cancels the request, wherever it is; after `deadlineMs` it fails with
    * DEADLINE_EXCEEDED. Errors are those of @grpc/grpc-js: `error.code` is one of `grpc.status`.
@@ -110,23 +117,29 @@ class Progress {
   #original;
   #seed;
   #requestId;
+  #hasBegun = false;
   #choices = new Map(); // ResumedChoice of each that has begun
   #numTokens = 0;
   #numTokensBefore = 0;
   #numLeft = MAX_RESUMPTIONS;
   #until = 0;
 
+  /** What `request` itself resumes, an earlier process of this backend has read. */
   constructor(request) {
     this.#original = request;
+    for (const { choice = 0, token_ids = [], ...rest } of request.resume?.choices ?? []) {
+      this.#choices.set(choice, { choice, token_ids: [...token_ids], ...rest });
+    }
   }
 
+  /** Whether a message has come. */
   get hasBegun() {
-    return this.#choices.size > 0;
+    return this.#hasBegun;
   }
 
   /** The request as it is to be sent now. */
   get request() {
-    if (!this.hasBegun) return this.#original;
+    if (!this.#hasBegun) return this.#original;
     const sampling = { ...this.#original.sampling, seed: this.#seed };
     const resume = { choices: [...this.#choices.values()] };
     return { ...this.#original, request_id: this.#requestId, sampling, resume };
@@ -134,11 +147,12 @@ class Progress {
 
   /** Whether nothing more is to come. */
   get isComplete() {
-    const numChoices = this.#original.sampling?.n || 1;
+    const numChoices = Number(this.#original.sampling?.n) || 1; // an int64 may be text
     return this.#choices.size === numChoices && [...this.#choices.values()].every(({ finished }) => finished);
   }
 
   add({ tokens, seed, fingerprint, request_id }) {
+    this.#hasBegun = true;
     this.#seed ??= seed;
     this.#requestId ??= request_id; // by which Abort finds it
     if (!this.#choices.has(tokens.choice)) {
@@ -161,7 +175,7 @@ class Progress {
       (error.code === INTERNAL && STREAM_RESET.test(error.details)) ||
       (error.code === CANCELLED && error.details === STREAM_CANCELLED) ||
       error.code === UNKNOWN; // no router sends it: the stream ended without a status
-    if (!(isReset || [UNAVAILABLE, RESOURCE_EXHAUSTED].includes(error.code)) || !this.hasBegun) return false;
+    if (!(isReset || [UNAVAILABLE, RESOURCE_EXHAUSTED].includes(error.code)) || !this.#hasBegun) return false;
     // A router that answers says when to retry; what it has tried itself is not worth more attempts.
     const isAnswer = !isReset && (error.code !== UNAVAILABLE || pushbackMs(error) !== undefined);
     const isCutOff = error.metadata.get("tandem-cut-off").length > 0; // it ends, and its streams with it

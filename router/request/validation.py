@@ -269,7 +269,7 @@ async def prompt_ids(
     """The prompt's ids; a prompt that cannot fit is rejected before tokenising. Raises InvalidRequest."""
     given = [name for name in ("text", "token_ids", "chat") if request.HasField(name)]
     if not given:
-        raise InvalidRequest("prompt", "one of text or token_ids is required", "exactly one of text, token_ids, chat")
+        raise InvalidRequest("prompt", "one of text, token_ids, chat is required", "exactly one of them")
     if len(given) > 1:
         raise InvalidRequest("prompt", f"exactly one of text, token_ids, chat is allowed, not {' and '.join(given)}")
     max_tokens = limits.max_model_len - 1

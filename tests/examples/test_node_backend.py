@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,15 +18,16 @@ import pytest
 from protos.tandem.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from router.app import RouterApp
 from router.request.validation import ServedModel
-from serving.errors import CutOff, InternalError, Overloaded, ServiceError, Unavailable, trailers
+from serving.errors import CutOff, InternalError, InvalidArgument, Overloaded, ServiceError, Unavailable, trailers
 from serving.settings import parse_address
-from tests.ending_proxy import ENDS, ending_proxy
+from tests.ending_proxy import ENDS, FREEZES, ending_proxy
 from tests.fakes.behaviour import Behaviour
 from tests.fakes.instance import FakeInstance
 from tests.fakes.model_folder import write_fakes_tokenizer, write_model_folder
 from tests.fakes.tokens import text_of, token_at
 from tests.router.conftest import Run
 from tests.router.rig import running, settings_of, slow
+from tests.tcp import TcpServer
 
 EXAMPLE = Path(__file__).parents[2] / "examples/node-backend"
 
@@ -256,6 +258,71 @@ async def test_a_stream_that_a_proxy_ends_in_http2_goes_on(end: str) -> None:
             has_read.set()
     assert text == "Yes, we do.\n"
     assert router.num_calls == 2
+
+
+GENERATE = """
+import { connect } from "./tandem.js";
+const tandem = await connect(process.argv[1]);
+for await (const { tokens } of tandem.generate(JSON.parse(process.argv[2]))) process.stdout.write(tokens.text);
+tandem.close();
+"""
+
+
+async def generated(address: str, request: dict[str, Any]) -> str:
+    """The text that tandem.js gets for `request`."""
+    node = ("node", "--input-type=module", "-e", GENERATE, address, json.dumps(request))
+    process = await asyncio.create_subprocess_exec(*node, cwd=EXAMPLE, stdout=asyncio.subprocess.PIPE)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    return output.decode()
+
+
+async def test_a_backend_that_has_kept_the_ids_goes_on_after_its_own_restart() -> None:
+    router = ScriptedRouter((0, Unavailable("no instance", 0.01)), (1, LOST), (1, None))
+    resume = {"choices": [{"token_ids": [0], "fingerprint": "f"}]}
+    async with served(router) as address:
+        assert await generated(address, {"text": "hi", "sampling": {"seed": 3}, "resume": resume}) == ", we do."
+    assert router.num_calls == 3
+
+
+async def test_a_number_of_choices_may_be_text_as_int64_is_in_javascript() -> None:
+    router = ScriptedRouter((3, LOST), (0, InvalidArgument("resume: every choice has finished")))
+    async with served(router) as address:
+        assert await generated(address, {"text": "hi", "sampling": {"n": "1"}}) == "Yes, we do."
+    assert router.num_calls == 1
+
+
+@pytest.mark.slow
+async def test_a_stream_whose_router_is_frozen_goes_on_after_fifteen_seconds() -> None:
+    router, has_read = ScriptedRouter((1, LOST), (2, None)), asyncio.Event()
+    has_read.set()
+    async with (
+        served(router) as address,
+        ending_proxy(address, FREEZES, has_read) as proxy,
+        backend(proxy.address, DEADLINE_MS="40000") as client,
+    ):
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
+    assert router.num_calls == 2
+
+
+async def test_a_router_that_was_away_for_long_is_found_at_once() -> None:
+    """A twelfth attempt to connect would come after minutes if each waited longer than the one before."""
+    num_attempts, has_tried_often = 0, asyncio.Event()
+
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts == 12:
+            has_tried_often.set()
+        writer.close()
+
+    async with TcpServer(fail) as absent, backend(absent.address) as client, asyncio.timeout(60):
+        while not has_tried_often.is_set():
+            assert (await client.post("/ask", content="hi")).status_code == 503
+
+
+async def test_a_router_on_this_machine_is_called_without_a_proxy() -> None:
+    async with scripted(ScriptedRouter((3, None)), http_proxy="http://127.0.0.1:9", no_proxy="") as client:
+        assert (await client.post("/ask", content="hi")).text == "Yes, we do.\n"
 
 
 async def test_a_router_of_a_version_that_begins_again_ends_the_stream_and_repeats_nothing() -> None:

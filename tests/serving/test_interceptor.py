@@ -43,7 +43,8 @@ async def test_malformed_bytes_are_an_invalid_argument(rigs: Rigs, data: bytes) 
     assert (caught.value.details() or "").startswith("request is not a valid GenerateRequest")
     assert "0xc3" not in (caught.value.details() or "")
     [violation] = from_rpc_error(caught.value).violations
-    assert (violation.field, violation.description) == ("request", "is not a valid GenerateRequest")
+    problem = "is not a valid GenerateRequest; allowed: protobuf whose texts are UTF-8"
+    assert (violation.field, violation.description) == ("request", problem)
     assert rig.servicer.limits_s == []
 
 

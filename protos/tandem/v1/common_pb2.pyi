@@ -5,11 +5,11 @@ Shapes that several services share. Token ids are int64 on the wire and range-ch
 
 Every rpc of every service may answer:
 
-- INVALID_ARGUMENT: the message is malformed, or a field is out of range. google.rpc.BadRequest in the details names each wrong field.
+- INVALID_ARGUMENT: the message is malformed, or a field is out of range. google.rpc.BadRequest in the details names the field; of several wrong ones the first that was found.
 - UNAUTHENTICATED: a bearer token is required and is missing or unknown.
 - PERMISSION_DENIED: the caller's certificate carries no allowed name.
 - RESOURCE_EXHAUSTED: too many open calls of this caller or in total, or the caller does not read its stream. google.rpc.RetryInfo in the details and
-  grpc-retry-pushback-ms in the trailers say when to retry; without them a retry does not help.
+  grpc-retry-pushback-ms in the trailers say when to retry. Without RetryInfo a retry does not help; the trailer is then -1, which tells gRPC so, or absent.
 - DEADLINE_EXCEEDED: not finished within the caller's deadline, or within the longest that this server allows.
 - UNAVAILABLE: the server is draining or stopping; carries the same retry hint.
 - INTERNAL: a fault of Tandem's own; the log has the details, the text has not.
@@ -193,7 +193,7 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text; default true."""
     n: _builtins.int
-    """Choices to generate for the prompt; allowed 1..8; default 1."""
+    """Choices to generate for the prompt; allowed 1..8, more than 1 only with a temperature above 0; default 1."""
     frequency_penalty: _builtins.float
     """Penalty per occurrence in the output; allowed -2..2; default 0."""
     presence_penalty: _builtins.float

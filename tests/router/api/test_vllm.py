@@ -283,7 +283,7 @@ REJECTED: list[tuple[vllm.GenerateRequest, str, str]] = [
     (request_of(kv_transfer_params=vllm.KvTransferParams(remote_host="x")), "PERMISSION_DENIED", "kv_transfer_params"),
     (request_of([300]), "INVALID_ARGUMENT", "out of range"),
     (request_of([]), "INVALID_ARGUMENT", "prompt is empty"),
-    (vllm.GenerateRequest(), "INVALID_ARGUMENT", "one of text or token_ids is required"),
+    (vllm.GenerateRequest(), "INVALID_ARGUMENT", "one of text, token_ids, chat is required"),
     (request_of(request_id="a b"), "INVALID_ARGUMENT", "request_id"),
     (vllm.GenerateRequest.FromString(request_of().SerializeToString() + LATER), "INVALID_ARGUMENT", "field 999"),
     (

@@ -65,7 +65,7 @@ def both() -> generation_pb2.GenerateRequest:
 
 NAN, INF = math.nan, math.inf
 CASES = [
-    Case("4 empty message", no_prompt(), IA, "prompt: one of text or token_ids is required", "prompt"),
+    Case("4 empty message", no_prompt(), IA, "prompt: one of text, token_ids, chat is required", "prompt"),
     Case("8 4 MiB of ids", request([20] * 4_194_200), IA, "prompt is too long: 4194200 tokens, limit 4095", "prompt"),
     Case("10 empty text", no_prompt(text=""), IA, "prompt is empty", "prompt"),
     Case("11 empty ids", request([]), IA, "prompt is empty", "prompt"),

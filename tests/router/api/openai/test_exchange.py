@@ -304,7 +304,7 @@ async def test_a_stop_ends_streams_with_an_error_event(run_http: RunHttp) -> Non
         await decode.until("token", 10)  # so that the first one has begun the stream
         assert not await http.rig.app.stop()
         events = (await asking).text.split("\n\n")
-        assert "ended before the request was finished" in events[-3]
+        assert "the server ended before the request was finished" in events[-3]
         assert events[-2:] == ["data: [DONE]", ""]
         assert http.rig.app.service.metrics.ended == {"unavailable": 1}
 
