@@ -95,26 +95,22 @@ def _multiplying_panel(many):
 
     @kernel_part
     def multiply_panel(x, rows, matrix, bias, output, places, numbers):
-        (row, last, num_numbers), (outputs, column, panel, line, end) = rows, places
+        (row, last, num_numbers), (outputs, column, line, end) = rows, places
         quarter = WIDTH * num_numbers
         if row + 4 <= last:
-            at = (outputs, column, panel, line, end)
-            _multiply_first_four(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            _multiply_first_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
             line, row = line + quarter, row + 4
         while row + many <= last:
-            at = (outputs, column, panel, line, end)
-            multiply_many(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            multiply_many(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
             line, row = line + quarter * num_quarters, row + many
         while many > 4 and row + 4 <= last:
-            at = (outputs, column, panel, line, end)
-            _multiply_four(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            _multiply_four(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
             line, row = line + quarter, row + 4
-        at = (outputs, column, panel, line, end)
         if row + 2 <= last:
-            _multiply_two(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            _multiply_two(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
             row += 2
         if row < last:
-            _multiply_one(x, (row, num_numbers), matrix, bias, output, at, numbers)
+            _multiply_one(x, (row, num_numbers), matrix, bias, output, (outputs, column, line, end), numbers)
 
     return multiply_panel
 
@@ -125,29 +121,28 @@ def _multiplying(many):
 
     @kernel_part
     def multiply(a, kind, numbers):
-        outputs, num_numbers, output = a[2], a[3], pointer(a[7], kind)
-        x, matrix, bias = pointer(a[4], FLOAT32), pointer(a[5], FLOAT32), pointer(a[6], FLOAT32)
+        outputs, num_numbers, x, output = a[2], a[3], pointer(a[4], FLOAT32), pointer(a[7], kind)
         prefetches, run, num_runs = a[8] != 0, a[9], a[10]
-        outputs_in_panels = (outputs + PANEL - 1) // PANEL * PANEL
+        num_panels = (outputs + PANEL - 1) // PANEL
         task, left = task_after(a, 0, 0, run, num_runs)
         begin = 0
         for number in range(a[12]):
             first, end_row = rows_of(number, a[11], a[1])
+            size = 4 * number * num_panels * PANEL  # bytes of the biases before
+            matrix, bias = pointer(a[5] + size * num_numbers, FLOAT32), pointer(a[6] + size, FLOAT32)
             num_chunks = (end_row - first + CHUNK - 1) // CHUNK
-            end = begin + outputs_in_panels // PANEL * num_chunks
+            end = begin + num_panels * num_chunks
             while task < end:
                 column = (task - begin) // num_chunks * PANEL
                 row = first + (task - begin) % num_chunks * CHUNK
                 last = min(row + CHUNK, end_row)
-                panel = number * outputs_in_panels + column
                 line = line_end = 0
                 if prefetches:
                     task, left = task_after(a, task, left, run, num_runs)
                     next_column = (task - begin) // num_chunks * PANEL
                     is_next = column < next_column < outputs and row + 4 < last
-                    line = (panel + next_column - column) * num_numbers
-                    line_end = line + PANEL * num_numbers * is_next
-                places = (outputs, column, panel, line, line_end)
+                    line, line_end = next_column * num_numbers, (next_column + PANEL * is_next) * num_numbers
+                places = (outputs, column, line, line_end)
                 multiply_panel(x, (row, last, num_numbers), matrix, bias, output, places, numbers)
                 if not prefetches:
                     task, left = task_after(a, task, left, run, num_runs)
@@ -204,11 +199,11 @@ def _multiply_rows(num_rows, *, ahead):
         x, row_places, matrix, bias, output, places, _ = args
         arithmetic = Arithmetic(sig.args[6])
         row, num_numbers = cgutils.unpack_tuple(builder, row_places)
-        outputs, column, panel_column, line, end = cgutils.unpack_tuple(builder, places)
+        outputs, column, line, end = cgutils.unpack_tuple(builder, places)
         rows = [builder.add(row, I64(index)) for index in range(num_rows)]
         num_factors = I64(arithmetic.num_factors)
         starts = [builder.mul(one, builder.mul(num_numbers, num_factors)) for one in rows]
-        panel = builder.mul(panel_column, num_numbers)
+        panel = builder.mul(column, num_numbers)
 
         def multiply_part(part, *, prefetches_next=False):
             offset = builder.mul(part, I64(WIDTH * num_vectors))
@@ -233,10 +228,9 @@ def _multiply_rows(num_rows, *, ahead):
 
             totals = _summed(builder, num_numbers, num_rows * num_vectors, add_products)
             for vector in range(num_vectors):
-                place = builder.add(offset, I64(WIDTH * vector))
-                at = builder.add(column, place)
+                at = builder.add(builder.add(column, offset), I64(WIDTH * vector))
                 with builder.if_then(builder.icmp_signed("<", at, outputs)):
-                    added = as_floats(builder, bias, builder.add(panel_column, place), types.float32)
+                    added = as_floats(builder, bias, at, types.float32)
                     for one, total in zip(rows, totals[vector::num_vectors], strict=True):
                         place = builder.add(builder.mul(one, outputs), at)
                         put_floats(builder, output, place, builder.fadd(total, added), sig.args[4].dtype)

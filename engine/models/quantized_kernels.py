@@ -82,7 +82,7 @@ def multiply_address(dtype: str, bits: int, scales: str, *, in_pairs: bool, has_
 @kernel_part
 def _multiply(a, kind, kinds, numbers_kind):
     outputs, num_numbers, group, number_bytes = a[2], a[3], a[4], a[7]
-    numbers, bias, output = pointer(a[5], numbers_kind), pointer(a[10], FLOAT32), pointer(a[11], kind)
+    numbers, output = pointer(a[5], numbers_kind), pointer(a[11], kind)
     weights = pointer(a[6], kinds[0]), pointer(a[8], kinds[1]), pointer(a[9], kinds[2])
     num_groups, num_panels = (num_numbers + group - 1) // group, (outputs + PANEL - 1) // PANEL
     place = a[14]
@@ -95,10 +95,11 @@ def _multiply(a, kind, kinds, numbers_kind):
     for number in range(a[18]):
         first, last = rows_of(number, a[17], a[1])
         end = begin + num_panels * (first < last)
+        bias = pointer(a[10] + 4 * number * num_panels * PANEL, FLOAT32)
         while task < end:
             panel = number * num_panels + task - begin
             matrix = (panel * num_numbers * number_bytes, number_bytes, panel * num_groups * PANEL)
-            places = (outputs, (task - begin) * PANEL, panel * PANEL)
+            places = (outputs, (task - begin) * PANEL)
             row = first
             if last - first >= CONVERTED_ROWS:
                 _convert(numbers, (num_numbers, group), weights, matrix, converted[0])
@@ -216,7 +217,7 @@ class _Weights:
 
 def _multiply_rows(num_rows):
     """`num_rows` rows times one panel. Places: row, numbers of an input row, numbers of a group; first byte of the
-    panel, bytes of a number, first scale; outputs of a row, first output of the panel in its matrix, and in all."""
+    panel, bytes of a number, first scale; outputs of a row, first output of the panel."""
     num_vectors = vectors_at_once(num_rows)
 
     def codegen(context, builder, sig, args):
@@ -224,7 +225,7 @@ def _multiply_rows(num_rows):
         arithmetic, element = Arithmetic(sig.args[0].dtype), sig.args[5].dtype
         row, *sizes = cgutils.unpack_tuple(builder, row_places)
         places = [*sizes, *cgutils.unpack_tuple(builder, matrix_places)]
-        outputs, column, panel_column = cgutils.unpack_tuple(builder, output_places)
+        outputs, column = cgutils.unpack_tuple(builder, output_places)
         numbers = builder.bitcast(numbers, ir.FloatType().as_pointer())
         rows = [builder.add(row, I64(index)) for index in range(num_rows)]
         starts = [builder.mul(one, sizes[0]) for one in rows]
@@ -247,7 +248,7 @@ def _multiply_rows(num_rows):
                     for place, (one, total) in enumerate(zip(sums, totals, strict=True))
                 ]
 
-            biases = matrix.floats_at(bias, panel_column, types.float32) * num_rows
+            biases = matrix.floats_at(bias, column, types.float32) * num_rows
             totals = loop(builder, I64(0), matrix.num_groups, biases, add_group)
             for index, offset in enumerate(matrix.offsets):
                 at = builder.add(column, offset)
@@ -259,8 +260,8 @@ def _multiply_rows(num_rows):
         return context.get_dummy_value()
 
     def typing(typingctx, numbers, row_places, weights, matrix_places, bias, output, output_places):
-        three = types.UniTuple(types.int64, 3)
-        return types.void(numbers, three, weights, three, bias, output, three), codegen
+        three, two = types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 2)
+        return types.void(numbers, three, weights, three, bias, output, two), codegen
 
     return intrinsic(typing)
 
