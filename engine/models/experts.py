@@ -1,8 +1,9 @@
 """The MLPs of a mixture of experts: a router chooses some of them for each token, whose outputs are added.
 
-On CPU the rows of all choices are computed together, in one product for all experts; a step reads no number on the
-host, so that it can be recorded. Elsewhere each expert that was chosen computes its rows by itself. In both a token's
-experts are added in ascending order, and a row does not depend on the other rows: neither do the bits of a token.
+On CPU the rows of all tokens and experts are computed together, in one product for all experts; a step reads no number
+on the host, so that it can be recorded. Elsewhere each expert that was chosen computes its rows by itself. In both the
+bits of a token depend on that token alone: a row of a product does not depend on the other rows, and a token's experts
+are added in ascending order.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _CombineArguments = ctypes.c_int64 * 8
 
 
 class GroupedLinear(Protocol):
-    """Linear layers of the same shape, each for rows of its own."""
+    """The same linear layer of each expert, for rows of its own."""
 
     def __call__(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_features] -> [rows, out_features], same dtype; layer i has the rows from starts[i] to starts[i +
-        1]. starts: int64 [layers + 1]."""
+        """x [rows, in_features] -> [rows, out_features], same dtype; expert i has the rows from starts[i] to starts[i +
+        1]. starts: int64 [experts + 1]."""
 
 
 def choose(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +83,7 @@ class SeparateExperts:
 
 
 class CompiledExperts:
-    """All at once, on CPU, for rows of whole vectors."""
+    """All at once, on CPU. The hidden size is a multiple of the kernels' vectors (WIDTH)."""
 
     def __init__(
         self,
@@ -119,8 +120,8 @@ class CompiledExperts:
         return output
 
     def _placed(self, chosen: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Places of the choices, ascending in each token; first row of each expert and the end; weights in the order of
-        the places."""
+        """Places of the assignments (see the kernels), ascending in each token; first row of each expert and the end;
+        weights in the order of the places."""
         places, placed_weights = torch.empty_like(chosen), torch.empty_like(weights)
         starts = torch.empty(self._num_experts + 1, dtype=torch.int64, device="cpu")
         arguments = _PlaceArguments(
@@ -138,7 +139,7 @@ class CompiledExperts:
 
 
 def _spread(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The row of each choice, at its place: [choices, hidden]."""
+    """The row of each assignment, at its place: [assignments, hidden]."""
     rows = x.new_empty((places.numel(), x.shape[1]))
     arguments = _SpreadArguments(0, *places.shape, x.shape[1], places.data_ptr(), x.data_ptr(), rows.data_ptr())
     launch(kernels.spread_address, x.dtype, rows.numel(), arguments)

@@ -1,8 +1,8 @@
-"""A router's choices, rows in the order of their experts, and the sums of a token's experts, called with addresses by
-`engine.models.experts`.
+"""The choice of experts, rows in the order of their experts, and the sums of a token's experts, called with addresses
+by `engine.models.experts`.
 
-A choice is one of a token's experts. Its place is that of its row among the rows of all choices, which are ordered by
-expert; a token's choices are in the order of their experts, so that the order of its sum depends on it alone.
+An assignment is one of a token's experts. Its place is that of its row among the rows of all assignments, which are
+ordered by expert; those of a token are in the order of their experts, so that the order of its sum depends on it alone.
 """
 
 # Functions that numba calls with types have no useful annotations of their own.
@@ -20,8 +20,8 @@ from engine.attention.simd import FLOAT32, INT64, KINDS, WIDTH, exp, first_of, l
 
 @functools.cache
 def choose_address() -> int:
-    """`void(int64*)`: counter, tokens, choices of a token, experts, logits (float32 [tokens, experts]), whether the
-    weights of a token's choices are divided by their sum; written: weight (float32) and expert of each choice."""
+    """`void(int64*)`: counter, tokens, experts of a token, experts, logits (float32 [tokens, experts]), whether the
+    weights of a token's experts are divided by their sum; written: weight (float32) and expert of each assignment."""
 
     @kernel
     def compiled(a):
@@ -32,9 +32,9 @@ def choose_address() -> int:
 
 @functools.cache
 def place_address() -> int:
-    """`void(int64*)`, for one thread: counter, tokens, choices of a token, experts; expert and weight (float32) of each
-    choice; written: first row of each expert and the end [experts + 1], place of each choice, weights in the order of
-    the places."""
+    """`void(int64*)`, for one thread: counter, tokens, experts of a token, experts; expert and weight (float32) of each
+    assignment; written: first row of each expert and the end [experts + 1], place of each assignment, weights in the
+    order of the places."""
 
     @kernel
     def compiled(a):
@@ -44,7 +44,7 @@ def place_address() -> int:
 
 
 def spread_address(dtype: str) -> int:
-    """`void(int64*)`: counter, tokens, choices of a token, hidden, places, x [tokens, hidden], rows [choices,
+    """`void(int64*)`: counter, tokens, experts of a token, hidden, places, x [tokens, hidden], rows [assignments,
     hidden]."""
     kind = KINDS[dtype]
 
@@ -56,7 +56,7 @@ def spread_address(dtype: str) -> int:
 
 
 def combine_address(dtype: str) -> int:
-    """`void(int64*)`: counter, tokens, choices of a token, hidden, places, rows [choices, hidden], output [tokens,
+    """`void(int64*)`: counter, tokens, experts of a token, hidden, places, rows [assignments, hidden], output [tokens,
     hidden], weights (float32)."""
     kind = KINDS[dtype]
 
@@ -76,19 +76,19 @@ def _choose(a):
         if token >= tokens:
             break
         first, row = token * size, token * num_experts
-        for choice in range(size):
-            last = chosen[first + choice - 1] if choice > 0 else -1
-            chosen[first + choice] = _next_best(logits, row, num_experts, last)
+        for assignment in range(size):
+            last = chosen[first + assignment - 1] if assignment > 0 else -1
+            chosen[first + assignment] = _next_best(logits, row, num_experts, last)
         greatest, total = logits[row + chosen[first]], np.float32(0)
         if a[5] == 0:
             for expert in range(num_experts):
                 total += _exp(logits[row + expert] - greatest)
-        for choice in range(first, first + size):
-            weights[choice] = _exp(logits[row + chosen[choice]] - greatest)
+        for assignment in range(first, first + size):
+            weights[assignment] = _exp(logits[row + chosen[assignment]] - greatest)
             if a[5] != 0:
-                total += weights[choice]
-        for choice in range(first, first + size):
-            weights[choice] /= total
+                total += weights[assignment]
+        for assignment in range(first, first + size):
+            weights[assignment] /= total
 
 
 @kernel_part
@@ -112,28 +112,28 @@ def _exp(x):
 
 @kernel_part
 def _place(a):
-    size, num_choices, num_experts = a[2], a[1] * a[2], a[3]
+    size, num_assignments, num_experts = a[2], a[1] * a[2], a[3]
     chosen, given = pointer(a[4], INT64), pointer(a[5], FLOAT32)
     starts, places, weights = pointer(a[6], INT64), pointer(a[7], INT64), pointer(a[8], FLOAT32)
     for expert in range(num_experts + 1):
         starts[expert] = 0
-    for choice in range(num_choices):
-        starts[chosen[choice]] += 1
+    for assignment in range(num_assignments):
+        starts[chosen[assignment]] += 1
     for expert in range(num_experts):
         starts[expert + 1] += starts[expert]
-    for choice in range(num_choices - 1, -1, -1):
-        expert = chosen[choice]
+    for assignment in range(num_assignments - 1, -1, -1):
+        expert = chosen[assignment]
         starts[expert] -= 1
-        places[choice], weights[choice] = starts[expert], given[choice]
-    for first in range(0, num_choices, size):
+        places[assignment], weights[assignment] = starts[expert], given[assignment]
+    for first in range(0, num_assignments, size):
         _sort(places, weights, first, first + size)
 
 
 @kernel_part
 def _sort(places, weights, first, end):
-    """The choices of one token: a few."""
-    for choice in range(first + 1, end):
-        place, weight, at = places[choice], weights[choice], choice
+    """The assignments of one token: a few."""
+    for assignment in range(first + 1, end):
+        place, weight, at = places[assignment], weights[assignment], assignment
         while at > first and places[at - 1] > place:
             places[at], weights[at] = places[at - 1], weights[at - 1]
             at -= 1
@@ -148,8 +148,8 @@ def _spread(a, kind):
         token = next_task(a)
         if token >= tokens:
             break
-        for choice in range(token * size, token * size + size):
-            start = places[choice] * hidden
+        for assignment in range(token * size, token * size + size):
+            start = places[assignment] * hidden
             for i in range(0, hidden, WIDTH):
                 store(rows, start + i, load(x, token * hidden + i))
 
@@ -166,6 +166,6 @@ def _combine(a, kind):
         first = token * size
         for i in range(0, hidden, WIDTH):
             total = splat(np.float32(0))
-            for choice in range(first, first + size):
-                total = total + splat(weights[choice]) * load(rows, places[choice] * hidden + i)
+            for assignment in range(first, first + size):
+                total = total + splat(weights[assignment]) * load(rows, places[assignment] * hidden + i)
             store(output, token * hidden + i, total)

@@ -21,7 +21,7 @@ BLOCKS, EXPONENTS = ".blocks", ".scales"
 _GROUP = 32
 _BIAS = 127
 _NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the number that a code without its sign stands for."""
+"""Twice the number that four bits without their sign stand for: the code of a QuantizedMatrix."""
 
 
 @dataclass(frozen=True, slots=True)

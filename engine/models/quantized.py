@@ -53,7 +53,7 @@ class QuantizedMatrix:
     zeros: torch.Tensor | None = None
     """int8 [out_features, groups]; None: all are 0."""
     are_floats: bool = False
-    """Whether the codes, of 4 bits, are twice the numbers of two bits of exponent and one of mantissa (MXFP4)."""
+    """MXFP4: the codes are 0, ±1, ±2, ±3, ±4, ±6, ±8 or ±12, twice the numbers that its four bits stand for."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, quantization: Quantization) -> QuantizedMatrix:

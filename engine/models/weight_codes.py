@@ -123,8 +123,8 @@ def read_codes(folder: Path) -> WeightCodes | None:
 
 
 def are_mxfp4(folder: Path) -> bool:
-    """Whether the codes are MXFP4 of gpt-oss's experts (`engine.models.fused_experts`), of which transformers makes
-    values as it loads them."""
+    """Whether the codes are MXFP4 of gpt-oss's experts. The native decoder keeps them (`engine.models.fused_experts`);
+    transformers makes values of them as it loads them."""
     raw = read_json(folder / "config.json")
     codes = raw.get("quantization_config")
     is_mxfp4 = isinstance(codes, dict) and codes.get("quant_method") == "mxfp4"

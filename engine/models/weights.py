@@ -69,7 +69,8 @@ class SafetensorsWeights(WeightSource):
         codes: WeightCodes | None = None,
         experts: ExpertNames | None = None,
     ) -> None:
-        """`codes`: None where tensors are no codes, but for MXFP4; `experts`: whose form tensors of experts have."""
+        """`codes`: how codes have their scales; None where there are none, or MXFP4's. `experts`: whose form a tensor
+        of all experts has."""
         self._dtype = dtype
         self._device = device
         self._codes = codes
@@ -119,7 +120,7 @@ class SafetensorsWeights(WeightSource):
         return packed.matrix if is_kept else QuantizedMatrix.of(packed.values(), quantization)
 
     def keeps_codes(self, name: str, shape: tuple[int, int]) -> bool:
-        """See `WeightSource.keeps_codes`. Codes whose groups are not of adjacent inputs are not."""
+        """See `WeightSource.keeps_codes`. Codes are not kept where groups are not of adjacent inputs."""
         if self._device.type != "cpu" or not self._is_packed(name):
             return self._device.type == "cpu" and self._is_mxfp4(name)
         layer = self._packed_layer(name, shape)

@@ -107,7 +107,7 @@ class ScaleDecision:
     reason: str
     """The signal, its value and target, and what prevents the change."""
     limit: Hold | None = None
-    """Of both pools, what `reason` says already: a pair may be balanced again."""
+    """The limit of both pools that `reason` names already: where a pair is balanced again it is not named twice."""
     num_unowned: int = 0
     """Processes of a pool whose size is unknown. The limits of both pools count them."""
 

@@ -24,7 +24,9 @@ from serving.waits import Broadcast
 class FailoverSettings(Section):
     """How often a request is retried or resumed on other instances."""
 
-    max_retries: int = setting(2, "Attempts in a row that may fail without a token before the request does.", ge=0)
+    max_retries: int = setting(
+        2, "Attempts in a row that may fail without a new token; with the next such failure the request fails.", ge=0
+    )
     max_resumptions: int = setting(3, "Times that a stream continues on another instance.", ge=0)
     resume_wait_s: float = setting(
         5.0,
