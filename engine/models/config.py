@@ -109,6 +109,7 @@ class _Family:
     has_sinks: bool = False
     rope: Mapping[str, Any] | None = None
     """In place of missing `rope_parameters`; None: plain RoPE."""
+    torch_dtype: WeightDtype = "float32"
 
 
 _FAMILIES = {
@@ -125,6 +126,7 @@ _FAMILIES = {
         experts="gpt-oss",
         has_sinks=True,
         rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        torch_dtype="bfloat16",  # the published config.json names none
     ),
     "LlamaForCausalLM": _Family("llama", max_position_embeddings=2048, mlp_bias=True),
     "MistralForCausalLM": _Family(
@@ -274,7 +276,7 @@ def _parse(fields: ConfigFields) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias") if family.mlp_bias else False,
         qk_norm=family.qk_norm,
         sliding_windows=_sliding_windows(fields, family),
-        torch_dtype=_torch_dtype(fields),
+        torch_dtype=_torch_dtype(fields, family),
         experts=_experts(fields, family),
         has_sinks=family.has_sinks,
     )
@@ -291,8 +293,8 @@ def _architecture(fields: ConfigFields) -> tuple[str, _Family]:
     )
 
 
-def _torch_dtype(fields: ConfigFields) -> WeightDtype:
-    name = str(fields.raw("dtype") or fields.raw("torch_dtype") or "float32").removeprefix("torch.")
+def _torch_dtype(fields: ConfigFields, family: _Family) -> WeightDtype:
+    name = str(fields.raw("dtype") or fields.raw("torch_dtype") or family.torch_dtype).removeprefix("torch.")
     for dtype in SUPPORTED_DTYPES:
         if name == dtype:
             return dtype

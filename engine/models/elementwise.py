@@ -66,19 +66,25 @@ class Elementwise:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[rows, 2 * n] -> silu(first half) * second half, [rows, n]."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
+        return _gated(gate.float(), 1.0).to(gate.dtype) * up
 
     def clamped_gate(self, gate_up: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
         """The same with `gate` in place of SiLU."""
         first, second = gate_up.float().chunk(2, dim=-1)
         first, second = first.clamp(max=gate.limit), second.clamp(-gate.limit, gate.limit)
-        return ((second + 1) * (first * torch.sigmoid(gate.alpha * first))).to(gate_up.dtype)
+        return ((second + 1) * _gated(first, gate.alpha)).to(gate_up.dtype)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normalised.to(x.dtype)
+
+
+def _gated(x: torch.Tensor, alpha: float) -> torch.Tensor:
+    """x * sigmoid(alpha * x). torch's sigmoid and SiLU compute the last numbers of a thread's memory in another way, so
+    that a row's bits would depend on the others."""
+    return x / (1 + (-alpha * x).exp())
 
 
 def elementwise_for(

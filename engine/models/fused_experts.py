@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.errors import InvalidCheckpoint, shown
@@ -20,8 +21,10 @@ BLOCKS, EXPONENTS = ".blocks", ".scales"
 """Follow the name of a layer in those of its codes and powers of two."""
 _GROUP = 32
 _BIAS = 127
-_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)
-"""Twice the number that four bits without their sign stand for: the code of a QuantizedMatrix."""
+_NUMBERS = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
+"""Twice the number that four bits stand for: the code of a QuantizedMatrix."""
+_PAIRS = np.stack((np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)), axis=1).view(np.int16).ravel()
+"""Those of a byte, side by side: numpy looks them up a hundred times as fast as torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,6 @@ def mxfp4_matrix(layer: str, shape: tuple[int, ...], blocks: torch.Tensor, expon
                 f"MXFP4 of {shown(layer)} is {tensor.dtype} of shape {found}; "
                 f"config.json requires uint8 of shape {size}"
             )
-    numbers = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)], dtype=torch.int8)
-    codes = torch.stack((numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]), -1)
+    codes = torch.from_numpy(np.take(_PAIRS, blocks.numpy())).view(torch.int8)
     scales = torch.exp2(exponents.double() - _BIAS - 1).bfloat16()
     return QuantizedMatrix(codes.flatten(1), scales, 4, _GROUP, are_floats=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from engine.attention.compilation import multiplies_pairs
@@ -140,8 +141,9 @@ class QuantizedLinear:
         packed = partial(_packed, num_matrices=num_matrices)
         self._codes = packed(matrix.codes, inputs_per_number)
         if matrix.bits == 4:
-            codes = _as_float_codes(self._codes) if matrix.are_floats else self._codes
-            lower, upper = codes.view(-1, 2, WIDTH).unbind(1)
+            if matrix.are_floats:
+                _make_float_codes(self._codes)
+            lower, upper = self._codes.view(-1, 2, WIDTH).unbind(1)
             self._codes = (lower & 15) | (upper << 4)
         self._number_bytes = PANEL * inputs_per_number * matrix.bits // 8
         scales = matrix.scales if is_compiled_for(matrix.scales.dtype) else matrix.scales.float()
@@ -221,11 +223,14 @@ def _packed(numbers: torch.Tensor, inputs_per_number: int, *, num_matrices: int)
     )
 
 
-def _as_float_codes(numbers: torch.Tensor) -> torch.Tensor:
-    """The code of four bits of twice each number (sign, exponent, mantissa): 0, 1, 2, 3, 4, 6, 8, 12 are 0 to 7."""
-    magnitudes = numbers.abs()
-    codes = magnitudes.clamp(max=4) + (magnitudes >= 6) + (magnitudes >= 8) + (magnitudes >= 12)
-    return codes | ((numbers < 0).to(torch.int8) << 3)
+def _make_float_codes(numbers: torch.Tensor) -> None:
+    """Makes of twice each number the code of four bits (sign, exponent, mantissa): 0, 1, 2, 3, 4, 6, 8, 12 are 0 to 7.
+    Panel by panel: numpy's look-up takes eight bytes for each number."""
+    code_of = np.zeros(256, np.uint8)  # by the number's byte
+    for code, number in enumerate((0, 1, 2, 3, 4, 6, 8, 12)):
+        code_of[-number], code_of[number] = code | 8, code
+    for panel in numbers.view(torch.uint8).numpy():
+        panel[...] = np.take(code_of, panel)
 
 
 def padded_bias(bias: torch.Tensor | None, num_matrices: int, out_features: int) -> torch.Tensor:

@@ -392,6 +392,7 @@ def _load_config(folder: Path) -> transformers.PreTrainedConfig:
         )
     if codes := getattr(config, "quantization_config", None):  # MXFP4, see `are_mxfp4`
         config.quantization_config = {**codes, "dequantize": True}
+        config.dtype = config.dtype or torch.bfloat16  # as published, gpt-oss names none
     config.return_dict = config.get_text_config().return_dict = True  # whatever the checkpoint's author called
     return config
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -93,6 +95,15 @@ def test_clamped_gate(steps: Steps, rows: int, dtype: torch.dtype) -> None:
     first, second = first.clamp(max=2.5), second.clamp(-2.5, 2.5)
     expected = (second + 1) * first / (1 + (-1.702 * first).exp())
     torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_in_torch_has_its_bits_whatever_the_rows_beside_it(dtype: torch.dtype) -> None:
+    steps, gate = Elementwise(), ClampedGate(alpha=1.702, limit=7.0)
+    for rows, columns in ((50, 5), (50, 37), (999, 360)):  # the last ones on several threads
+        gate_up = _random(rows, 2 * columns, dtype=dtype) * 3
+        for activate in (steps.silu_and_mul, partial(steps.clamped_gate, gate=gate)):
+            assert torch.equal(torch.cat([activate(row) for row in gate_up.split(1)]), activate(gate_up)), columns
 
 
 def test_sizes_that_are_not_whole_vectors_run_in_torch() -> None:

@@ -162,6 +162,16 @@ def test_codes_that_do_not_fit_are_an_invalid_checkpoint(
         _llm(coded, model_impl="transformers")
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_without_a_type_in_its_config_it_is_bfloat16(model_impl: str, tmp_path: Path) -> None:
+    """As gpt-oss is published; a type that it names is its own."""
+    coded, _ = _checkpoints(tmp_path)
+    config = json.loads((coded / "config.json").read_text())
+    assert read_config(coded, model_impl).torch_dtype == config.pop("dtype") == "float32"
+    (coded / "config.json").write_text(json.dumps(config))
+    assert read_config(coded, model_impl).torch_dtype == "bfloat16"
+
+
 def test_dummy_weights_are_values(tmp_path: Path) -> None:
     coded, _ = _checkpoints(tmp_path)
     (coded / "model.safetensors").unlink()

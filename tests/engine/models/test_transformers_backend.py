@@ -121,7 +121,7 @@ def test_tokens_and_logprobs_equal_transformers_in_chunks_cached_and_preempted(
     [(token_ids, logprobs)] = _generate(llm, prompts[:1])
     assert token_ids == answers[0][0], "from the prefix cache"
     if any("num_experts" in field for field in ARCHITECTURES[architecture]):
-        # torch computes the experts: a row's bits depend on its batch
+        # torch computes the routers: in float32 a row's bits depend on its batch
         assert logprobs == pytest.approx(answers[0][1], abs=1e-4)
     else:
         assert logprobs == answers[0][1]
