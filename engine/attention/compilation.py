@@ -158,6 +158,12 @@ def has_wide_registers() -> bool:
 
 
 @functools.cache
+def has_tables() -> bool:
+    """Whether an instruction looks up sixteen floats, or 32 numbers of sixteen bits, in a register (AVX-512)."""
+    return {"avx512f", "avx512bw"} <= _features()
+
+
+@functools.cache
 def has_fused_products() -> bool:
     """Whether an instruction multiplies and adds (FMA; AVX-512 has it, ARM always): otherwise LLVM calls a function for
     each number."""

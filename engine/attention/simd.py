@@ -216,6 +216,22 @@ def as_pairs(builder, lower, upper):
     return builder.bitcast(pairs, _VECTOR)
 
 
+def floats_of(builder, table, places):
+    """An element of `table` (sixteen floats) for each place (int32), whose upper 28 bits do not count. Where
+    `has_tables`."""
+    constant = ir.Constant(_VECTOR, [ir.Constant(_F32, float(number)) for number in table])
+    return _call(builder, "llvm.x86.avx512.permvar.sf.512", _VECTOR, [constant, places])
+
+
+def pairs_of(builder, table, places):
+    """As sixteen pairs of bfloat16 (floats), an element of `table` (32 numbers that bfloat16 holds) for each of 32
+    places (int16), whose upper 11 bits do not count. Where `has_tables`."""
+    halves = ir.VectorType(_I16, 2 * WIDTH)
+    bits = np.array(table, np.float32).view(np.uint32) >> 16
+    constant = ir.Constant(halves, [ir.Constant(_I16, int(one)) for one in bits])
+    return builder.bitcast(_call(builder, "llvm.x86.avx512.permvar.hi.512", halves, [constant, places]), _VECTOR)
+
+
 @intrinsic
 def rounded_pairs(typingctx, lower, upper):
     """`as_pairs` for kernels."""

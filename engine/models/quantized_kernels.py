@@ -1,7 +1,8 @@
 """Products of rows with matrices of 8-bit or 4-bit codes, called with addresses by `engine.models.quantized`.
 
 A panel is 64 outputs; one task computes all rows of one panel. Codes, less the zero points of their group if it has
-any, become numbers in registers: float32, or pairs of bfloat16 on processors that multiply them; both are exact. A
+any, become numbers in registers: float32, or pairs of bfloat16 on processors that multiply them; both are exact. With
+AVX-512 codes of four bits are places in a table of the numbers, which a register holds. A
 row's sum takes the numbers of its input in order, group by group: the sum of a group, times the group's scale, is added
 to the total. However many rows are multiplied at once, they add in the same order, and each product is rounded together
 with its addition, so that the bits of a row do not depend on the rows beside it. Twelve rows at once, of half of the
@@ -25,7 +26,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.compilation import kernel, kernel_part
+from engine.attention.compilation import has_tables, kernel, kernel_part
 from engine.attention.micro_kernels import I64, VECTOR, ZERO, Arithmetic, for_each, loop
 from engine.attention.simd import (
     FLOAT32,
@@ -35,8 +36,10 @@ from engine.attention.simd import (
     WIDTH,
     as_floats,
     as_pairs,
+    floats_of,
     fused_product,
     next_task,
+    pairs_of,
     pointer,
     prefetched,
     put_floats,
@@ -111,11 +114,38 @@ def _multiply(a, kind, kinds, numbers_kind):
         begin = end
 
 
+_SIGNED = (*range(8), *range(-8, 0))
+_SMALL_FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""What codes of four bits stand for: integers, and twice the numbers of MXFP4."""
+
+
+def _line(builder, codes, at, line):
+    """Sixteen bytes."""
+    place = builder.add(at, builder.mul(line, I64(WIDTH)))
+    return builder.load(vector_at(builder, codes, place, _BYTES), align=1)
+
+
+def _looked_up(builder, codes, at, vector, table):
+    """As `_coded`, of four bits. Where `has_tables`."""
+    line = builder.zext(_line(builder, codes, at, builder.lshr(vector, I64(1))), _INTEGERS)
+    is_upper = builder.trunc(builder.and_(vector, I64(1)), _I32)
+    places = builder.lshr(line, repeated(builder, builder.shl(is_upper, _I32(2)), _INTEGERS))
+    return floats_of(builder, table, places)
+
+
+def _pairs_looked_up(builder, codes, at, vector, table):
+    """The codes of a line, those of four bits of two vectors, as pairs. Where `has_tables`."""
+    halves = ir.VectorType(ir.IntType(16), WIDTH)
+    line = builder.zext(_line(builder, codes, at, builder.lshr(vector, I64(1))), halves)
+    upper = builder.lshr(line, ir.Constant(halves, [4] * WIDTH))
+    every = ir.Constant(ir.VectorType(_I32, 2 * WIDTH), list(range(2 * WIDTH)))
+    return pairs_of(builder, table * 2, builder.shuffle_vector(line, upper, every))
+
+
 def _coded(builder, codes, at, vector, bits, *, are_floats=False):
     """Sixteen codes as floats: vector number `vector` (int64) of the codes that begin at byte `at`."""
     line = vector if bits == 8 else builder.lshr(vector, I64(1))
-    place = builder.add(at, builder.mul(line, I64(WIDTH)))
-    loaded = builder.sext(builder.load(vector_at(builder, codes, place, _BYTES), align=1), _INTEGERS)
+    loaded = builder.sext(_line(builder, codes, at, line), _INTEGERS)
     if bits == 4:  # the lower half of each byte for even vectors, the upper one for odd
         is_lower = builder.sub(I64(1), builder.and_(vector, I64(1)))
         left = builder.mul(is_lower, I64(28))
@@ -142,7 +172,13 @@ def _constant(value):
 def _numbers(builder, codes, at, vectors, bits, zeros, in_pairs, are_floats):
     """A panel's weights for one number of the input: of these vectors of codes, less the zero points if there are any;
     of pairs half as many."""
-    numbers = [_coded(builder, codes, at, vector, bits, are_floats=are_floats) for vector in vectors]
+    has_table, table = bits == 4 and has_tables(), _SMALL_FLOATS if are_floats else _SIGNED
+    if has_table and in_pairs and not zeros:
+        return [_pairs_looked_up(builder, codes, at, vector, table) for vector in vectors[::2]]
+    if has_table:
+        numbers = [_looked_up(builder, codes, at, vector, table) for vector in vectors]
+    else:
+        numbers = [_coded(builder, codes, at, vector, bits, are_floats=are_floats) for vector in vectors]
     if zeros:
         numbers = [builder.fsub(number, zero) for number, zero in zip(numbers, zeros, strict=True)]
     if not in_pairs:
