@@ -2,12 +2,13 @@
 
 A panel is 64 outputs; one task computes all rows of one panel. Codes, less the zero points of their group if it has
 any, become numbers in registers: float32, or pairs of bfloat16 on processors that multiply them; both are exact. With
-AVX-512 codes of four bits are places in a table of the numbers, which a register holds. A
-row's sum takes the numbers of its input in order, group by group: the sum of a group, times the group's scale, is added
-to the total. However many rows are multiplied at once, they add in the same order, and each product is rounded together
-with its addition, so that the bits of a row do not depend on the rows beside it. Twelve rows at once, of half of the
-panel, share what a code costs to become a number; where there are more, the panel's numbers are made once, in memory of
-the thread's own.
+AVX-512 codes of four bits are places in a table of the numbers, which a register holds.
+
+A row's sum takes the numbers of its input in order, group by group: the sum of a group, times the group's scale, is
+added to the total. However many rows are multiplied at once, they add in the same order, and each product is rounded
+together with its addition, so that the bits of a row do not depend on the rows beside it. Twelve rows at once, of half
+of the panel, share what a code costs to become a number; where there are more, the panel's numbers are made once, in
+memory of the thread's own.
 
 Codes of a panel, input after input: those of the 64 outputs; where pairs are multiplied, two inputs of each output.
 In this order as bytes; of 4 bits, sixteen bytes hold 32 codes, the first sixteen in the lower halves. Zero points of a
