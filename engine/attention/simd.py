@@ -420,6 +420,18 @@ def minimum(typingctx, left, right):
 
 
 @intrinsic
+def clamped(typingctx, value, least, greatest):
+    """Element by element; NaN stays, while `minimum` and `maximum` make any number of it."""
+
+    def codegen(context, builder, sig, args):
+        value, least, greatest = args
+        value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
+        return builder.select(builder.fcmp_ordered(">", value, greatest), greatest, value)
+
+    return floats(floats, floats, floats), codegen
+
+
+@intrinsic
 def floor(typingctx, value):
     """Element by element."""
 

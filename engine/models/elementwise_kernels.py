@@ -16,10 +16,9 @@ from engine.attention.simd import (
     KINDS,
     WIDTH,
     as_double,
+    clamped,
     exp,
     load,
-    maximum,
-    minimum,
     next_task,
     pointer,
     rounded_to,
@@ -160,15 +159,15 @@ def _clamped_gate(a, kind):
     rows, columns = a[1], a[2]
     gate_up, output = pointer(a[3], kind), pointer(a[4], kind)
     one, alpha, limit = splat(np.float32(1)), splat(np.float32(-as_double(a[5]))), splat(np.float32(as_double(a[6])))
-    least = splat(np.float32(-as_double(a[6])))
+    least, lowest = splat(np.float32(-as_double(a[6]))), splat(np.float32(-np.inf))
     while True:
         row = next_task(a)
         if row >= rows:
             break
         start = row * 2 * columns
         for i in range(0, columns, WIDTH):
-            gate = minimum(load(gate_up, start + i), limit)
-            up = maximum(minimum(load(gate_up, start + columns + i), limit), least)
+            gate = clamped(load(gate_up, start + i), lowest, limit)
+            up = clamped(load(gate_up, start + columns + i), least, limit)
             store(output, row * columns + i, (up + one) * (gate / (one + exp(gate * alpha))))
 
 

@@ -259,7 +259,7 @@ def check_model(name: str) -> Iterator[Finding]:
         text, _, remedy = problem.partition("; ")
         yield Finding("warn", "tokenizer", f"{text}: clients must send token ids", remedy)
     size = f"{num_bytes / 2**30:.2f} GiB" if num_bytes > 2**29 else f"{num_bytes / 2**20:.1f} MiB"
-    context = config.max_position_embeddings
+    context = config.max_model_len
     yield Finding("ok", "model", f"{display_name(name)}: {size} of weights, context {context}")
 
 

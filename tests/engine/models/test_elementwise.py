@@ -97,6 +97,17 @@ def test_clamped_gate(steps: Steps, rows: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(output.double(), expected, atol=TOLERANCE[dtype], rtol=RELATIVE[dtype])
 
 
+@each_kind
+def test_a_gate_of_nan_is_nan_and_one_beyond_its_limits_is_at_them(steps: Steps, rows: int, dtype: torch.dtype) -> None:
+    tested, device = steps
+    gate_up = torch.ones(rows, 2 * 80, dtype=dtype)
+    gate_up[0, 0] = gate_up[0, 81] = float("nan")
+    gate_up[0, 2], gate_up[0, 83] = float("inf"), float("-inf")
+    found = tested.clamped_gate(gate_up.to(device), ClampedGate(alpha=1.702, limit=2.5)).cpu()[0, :4]
+    assert found.isnan().tolist() == [True, True, False, False]
+    assert found[2] > 0 > found[3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_in_torch_has_its_bits_whatever_the_rows_beside_it(dtype: torch.dtype) -> None:
     steps, gate = Elementwise(), ClampedGate(alpha=1.702, limit=7.0)

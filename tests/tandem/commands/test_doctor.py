@@ -173,6 +173,15 @@ def test_a_model_that_the_engine_does_not_know_is_named(tmp_path: Path) -> None:
     assert "igeon" in finding.text
 
 
+def test_the_context_of_a_model_is_the_longest_that_an_instance_serves(tmp_path: Path) -> None:
+    shutil.copytree(MODEL_DIR, tmp_path, dirs_exist_ok=True)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8192}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn, "rope_scaling": None}))
+    [finding] = doctor.check_model(str(tmp_path))
+    assert (finding.verdict, finding.text.rpartition(" ")[2]) == ("ok", "32768")
+
+
 def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
     shutil.copy(MODEL_DIR / "config.json", tmp_path)
     [finding] = doctor.check_model(str(tmp_path))
