@@ -157,9 +157,11 @@ def _started_threads(num_threads: int) -> ThreadPoolExecutor:
     try:
         for _ in range(num_threads):
             threads.submit(all_run.wait)
-    except RuntimeError as error:
+    except BaseException as error:  # Ctrl-C too: the threads that wait for the others would hold up the exit
         all_run.abort()
         threads.shutdown()
+        if not isinstance(error, RuntimeError):
+            raise
         problem = f"the stack's server cannot start its {num_threads} threads: {error}"
         raise StackFailed(f"{problem}; {_MORE_THREADS}") from None
     return threads

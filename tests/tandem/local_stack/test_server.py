@@ -25,6 +25,7 @@ from tandem.local_stack.topology import Topology
 from tests.grpc_calls import blocking_stub
 from tests.tandem.local_stack.test_desired_state import make_state, names
 from tests.tcp import TcpServer
+from tests.waiting import wait_until
 
 TIMEOUT_S = 20.0
 ROOT = Path(__file__).parents[3]
@@ -193,6 +194,23 @@ def test_threads_that_cannot_start_fail_the_stack(
     with pytest.raises(StackFailed, match=f"cannot start {what}: can't start new thread; raise the limit"):
         StackServer(address, owned, owned.resize, num_router_workers=1)
     assert threading.active_count() <= before, "threads are left"
+
+
+def test_ctrl_c_while_the_threads_start_leaves_none(
+    address: str, owned: DesiredState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, before, started = threading.Thread.start, threading.active_count(), list[threading.Thread]()
+
+    def start_some(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        if len(started) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(KeyboardInterrupt):
+        StackServer(address, owned, owned.resize)
+    wait_until(lambda: threading.active_count() <= before, "threads are left, and the exit would wait for them")
 
 
 def test_a_server_that_does_not_stop_holds_up_nothing(
