@@ -63,11 +63,13 @@ def write_config(folder: Path, shape: str) -> Path:
 
 
 def layer_weights(shape: str) -> int:
-    """Elements of the weights that every token is multiplied with, without the vocabulary's and the routers'."""
+    """Elements of the weights that every token is multiplied with, without the vocabulary's."""
     sizes = SHAPES[shape]
     intermediate = sizes.get("num_experts_per_tok", 0) * sizes.get("moe_intermediate_size", 0)
     heads = 2 * (sizes["num_attention_heads"] + sizes["num_key_value_heads"])  # query and output; key and value
-    of_a_layer = heads * sizes["head_dim"] + 3 * (intermediate or sizes["intermediate_size"])
+    of_a_layer = (
+        heads * sizes["head_dim"] + 3 * (intermediate or sizes["intermediate_size"]) + sizes.get("num_experts", 0)
+    )
     return int(sizes["num_hidden_layers"] * sizes["hidden_size"] * of_a_layer)
 
 

@@ -29,6 +29,8 @@ def test_the_bytes_of_a_step_are_those_of_the_models_weights_and_kv(shape: str, 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)  # the vocabulary's once: tied
+    experts = sum(weight.numel() for weight in model.parameters() if weight.dim() == 3)
+    matrices += experts * SHAPES[shape].get("num_experts_per_tok", 0) // SHAPES[shape].get("num_experts", 1)
     assert bytes_of_step(shape, 0, 0) == 2 * matrices
     assert layer_weights(shape) == matrices - config.vocab_size * config.hidden_size
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
