@@ -367,24 +367,18 @@ def _experts(fields: ConfigFields, family: _Family) -> ExpertsConfig | None:
     num_layers = fields.integer("num_hidden_layers")
     if family.experts is None:
         return None
-    if family.experts == "mixtral":
+    if family.experts != "qwen":
+        is_mixtral, gate = family.experts == "mixtral", None
+        if not is_mixtral:
+            gate = ClampedGate(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
         return ExpertsConfig(
-            num_experts=fields.integer("num_local_experts", 8),
-            num_per_token=fields.integer("num_experts_per_tok", 2),
+            num_experts=fields.integer("num_local_experts", 8 if is_mixtral else 128),
+            num_per_token=fields.integer("num_experts_per_tok", 2 if is_mixtral else 4),
             intermediate_size=fields.integer("intermediate_size"),
             normalises=True,
             layers=(True,) * num_layers,
             names=family.experts,
-        )
-    if family.experts == "gpt-oss":
-        return ExpertsConfig(
-            num_experts=fields.integer("num_local_experts", 128),
-            num_per_token=fields.integer("num_experts_per_tok", 4),
-            intermediate_size=fields.integer("intermediate_size"),
-            normalises=True,
-            layers=(True,) * num_layers,
-            names=family.experts,
-            gate=ClampedGate(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
+            gate=gate,
         )
     num_experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
     step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers")
