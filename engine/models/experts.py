@@ -34,28 +34,13 @@ class GroupedLinear(Protocol):
         1]. starts: int64 [experts + 1]."""
 
 
-def choose(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most probable experts of each token. logits [tokens, experts] -> probabilities (float32), which `normalises`
-    divides by their sum, and experts (int64), [tokens, num_per_token]."""
-    weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(num_per_token, dim=-1)
-    if normalises:
-        weights /= weights.sum(dim=-1, keepdim=True)
-    return weights, chosen
-
-
-def choose_compiled(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on CPU, in one launch."""
-    numbers, shape = to_float32(logits), (len(logits), num_per_token)
-    weights = torch.empty(shape, dtype=torch.float32, device="cpu")
-    chosen = torch.empty(shape, dtype=torch.int64, device="cpu")
-    addresses = (numbers.data_ptr(), int(normalises), weights.data_ptr(), chosen.data_ptr())
-    arguments = _ChooseArguments(0, *shape, logits.shape[1], *addresses)
-    launcher(kernels.choose_address())(num_threads_for(numbers.numel()), arguments)
-    return weights, chosen
-
-
 class Experts(Protocol):
     """The experts of a layer."""
+
+    @staticmethod
+    def choose(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable experts of each token. logits [tokens, experts] -> probabilities (float32), which
+        `normalises` divides by their sum, and experts (int64), [tokens, num_per_token]."""
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], weights (floating-point) and chosen (int64) [tokens, experts of a token] -> [tokens,
@@ -68,6 +53,14 @@ class SeparateExperts:
     def __init__(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> None:
         """Each: [tokens, hidden] -> [tokens, hidden]."""
         self._experts = experts
+
+    @staticmethod
+    def choose(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Experts.choose`."""
+        weights, chosen = logits.softmax(dim=-1, dtype=torch.float32).topk(num_per_token, dim=-1)
+        if normalises:
+            weights /= weights.sum(dim=-1, keepdim=True)
+        return weights, chosen
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
@@ -96,6 +89,17 @@ class CompiledExperts:
         """`activation`: of each row of `up`'s output."""
         self._up, self._activation, self._down = up, activation, down
         self._num_experts = num_experts
+
+    @staticmethod
+    def choose(logits: torch.Tensor, num_per_token: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Experts.choose`. One launch."""
+        numbers, shape = to_float32(logits), (len(logits), num_per_token)
+        weights = torch.empty(shape, dtype=torch.float32, device="cpu")
+        chosen = torch.empty(shape, dtype=torch.int64, device="cpu")
+        addresses = (numbers.data_ptr(), int(normalises), weights.data_ptr(), chosen.data_ptr())
+        arguments = _ChooseArguments(0, *shape, logits.shape[1], *addresses)
+        launcher(kernels.choose_address())(num_threads_for(numbers.numel()), arguments)
+        return weights, chosen
 
     @staticmethod
     def supports(dtype: torch.dtype, hidden_size: int) -> bool:

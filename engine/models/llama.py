@@ -18,7 +18,7 @@ from engine.models import LastTokens
 from engine.models.adapters import Adapters
 from engine.models.config import ExpertsConfig, ModelConfig, RopeParameters
 from engine.models.elementwise import CompiledElementwise, Elementwise, HeadNorm, HeadShape, elementwise_for
-from engine.models.experts import CompiledExperts, Experts, SeparateExperts, choose, choose_compiled
+from engine.models.experts import CompiledExperts, Experts, SeparateExperts
 from engine.models.linear import Linear, LinearSource, make_linear
 from engine.models.weights import WeightSource
 from engine.partition import Part
@@ -310,9 +310,8 @@ class SparseMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        logits = self._router(x)
-        choose_from = choose_compiled if isinstance(self._experts, CompiledExperts) else choose
-        return self._experts(x, *choose_from(logits, self._num_per_token, normalises=self._normalises))
+        chosen = self._experts.choose(self._router(x), self._num_per_token, normalises=self._normalises)
+        return self._experts(x, *chosen)
 
 
 def _take_mlp(config: ModelConfig, linears: LinearSource, elementwise: Elementwise, layer: int) -> GatedMLP | SparseMLP:

@@ -10,7 +10,7 @@ import torch
 from engine.config import Quantization
 from engine.models import linear, quantized
 from engine.models.elementwise import elementwise_for
-from engine.models.experts import CompiledExperts, Experts, SeparateExperts, choose, choose_compiled
+from engine.models.experts import CompiledExperts, Experts, SeparateExperts
 from engine.models.linear import Linear, PackedLinear, make_grouped_linear, make_linear
 from engine.models.llama import GatedMLP, SparseMLP
 from engine.models.quantized import QuantizedMatrix
@@ -168,8 +168,8 @@ def test_a_router_weighs_the_most_probable_experts(normalises: bool) -> None:
 @pytest.mark.parametrize("normalises", [True, False])
 def test_compiled_choices_are_those_of_torch(num_experts: int, num_per_token: int, normalises: bool) -> None:
     logits = _random(NUM_TOKENS, num_experts, seed=8) * 4
-    weights, chosen = choose_compiled(logits, num_per_token, normalises=normalises)
-    expected_weights, expected = choose(logits.double(), num_per_token, normalises=normalises)
+    weights, chosen = CompiledExperts.choose(logits, num_per_token, normalises=normalises)
+    expected_weights, expected = SeparateExperts.choose(logits.double(), num_per_token, normalises=normalises)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
 
@@ -177,7 +177,7 @@ def test_compiled_choices_are_those_of_torch(num_experts: int, num_per_token: in
 def test_equal_logits_and_such_that_are_no_numbers_choose_experts_that_exist() -> None:
     logits = torch.zeros(4, 5)
     logits[1, 3], logits[2], logits[3, 1] = float("inf"), float("nan"), float("nan")
-    weights, chosen = choose_compiled(logits, 3, normalises=True)
+    weights, chosen = CompiledExperts.choose(logits, 3, normalises=True)
     assert chosen[0].tolist() == [0, 1, 2]
     assert chosen[1].tolist() == [3, 0, 1]
     assert ((chosen >= 0) & (chosen < 5)).all()
