@@ -150,12 +150,12 @@ class SafetensorsWeights(WeightSource):
         return _layer(name) + BLOCKS in self._stored
 
     def _take_mxfp4(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
-        parts = []
-        for part in (_layer(name) + BLOCKS, _layer(name) + EXPONENTS):
-            if (stored := self._stored.pop(part, None)) is None:
-                raise InvalidCheckpoint(f"tensor {shown(part)} is missing from the checkpoint")
-            parts.append(self._read(part, stored))
-        return mxfp4_matrix(_layer(name), shape, *parts)
+        layer = _layer(name)
+        blocks, exponents = self._stored.pop(layer + BLOCKS), self._stored.pop(layer + EXPONENTS, None)
+        if exponents is None:
+            missing = blocks.name.removesuffix("_blocks") + "_scales"  # of all experts, as in the file
+            raise InvalidCheckpoint(f"tensor {shown(missing)} is missing from the checkpoint")
+        return mxfp4_matrix(layer, shape, *(self._read(one.name, one) for one in (blocks, exponents)))
 
     def _read(self, name: str, stored: Stored) -> torch.Tensor:
         try:

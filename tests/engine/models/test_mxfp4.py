@@ -126,7 +126,7 @@ def test_products_are_those_with_the_numbers(kind: str, outputs: int, monkeypatc
     [
         (
             {"down_proj_scales": None},
-            r"tensor 'model\.layers\.1\.mlp\.experts\.0\.down_proj\.scales' is missing from the checkpoint$",
+            r"tensor 'model\.layers\.1\.mlp\.experts\.down_proj_scales' is missing from the checkpoint$",
         ),
         (
             {"gate_up_proj_scales": (4, 192, 3)},
