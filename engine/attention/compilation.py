@@ -20,9 +20,11 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import llvmlite.binding
 import numba
+import torch
 from numba import cfunc, config, njit, types
 from numba.core import event
 from numba.core.dispatcher import Dispatcher
@@ -30,6 +32,9 @@ from numba.core.dispatcher import Dispatcher
 from engine.machine import START_UP
 
 logger = logging.getLogger(__name__)
+
+Products = Literal["tiles", "pairs", "floats"]
+"""How bfloat16 is multiplied: sixteen rows with sixteen columns at once, two numbers at once, or as float32."""
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 """Every kernel gets the address of its int64 arguments."""
@@ -184,9 +189,10 @@ def multiplies_pairs() -> bool:
 
 
 @functools.cache
-def multiplies_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16 (AMX), which oneDNN uses whatever numba compiles for."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("amx-bf16"))
+def has_tiles() -> bool:
+    """Whether kernels may multiply tiles of bfloat16 (AMX): Linux lets a process do so that asks for it."""
+    needed = {"amx-tile", "amx-bf16", "avx512f", "avx512bf16"}
+    return needed <= _features() and bool(torch.cpu._init_amx())
 
 
 @functools.cache

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from engine.attention import AttentionMetadata, adjacent_heads, cpu_kernels, pair_kernels, query_tiles
-from engine.attention.compilation import converts_float16, multiplies_pairs
+from engine.attention import AttentionMetadata, adjacent_heads, amx_kernels, cpu_kernels, pair_kernels, query_tiles
+from engine.attention.compilation import converts_float16, has_tiles, multiplies_pairs
 from engine.attention.openmp import launch, launcher_for
 from engine.attention.simd import WIDTH
 
@@ -91,7 +92,6 @@ class CpuAttention:
         group = num_heads // num_kv_heads
         query = adjacent_heads(query)
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
-        in_pairs = query.dtype == torch.bfloat16 and multiplies_pairs()
         arguments = _AttentionArguments(
             0,
             plan.tiles.shape[0],
@@ -114,10 +114,17 @@ class CpuAttention:
             kv_cache.stride(2),
             0 if sinks is None else sinks.data_ptr(),
         )
-        kernels = pair_kernels if in_pairs else cpu_kernels
         num_elements = plan.num_visible * num_kv_heads * head_dim
-        launch(kernels.paged_attention_address, kv_cache.dtype, num_elements, arguments)
+        launch(_attention_address_of(query.dtype, head_dim), kv_cache.dtype, num_elements, arguments)
         return output
+
+
+def _attention_address_of(dtype: torch.dtype, head_dim: int) -> Callable[[str], int]:
+    """How this processor computes attention."""
+    if dtype == torch.bfloat16 and has_tiles() and amx_kernels.supports(head_dim):
+        return amx_kernels.paged_attention_address
+    in_pairs = dtype == torch.bfloat16 and multiplies_pairs()
+    return pair_kernels.paged_attention_address if in_pairs else cpu_kernels.paged_attention_address
 
 
 def _make_plan(metadata: AttentionMetadata) -> _Plan:

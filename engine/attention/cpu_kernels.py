@@ -71,6 +71,8 @@ SUM, MAXIMUM, SHRINK = TILE_KEYS, TILE_KEYS + WIDTH, TILE_KEYS + WIDTH + 1
 """From a row's weights on."""
 SLACK = np.float32(8)
 GROUPS = TILE_KEYS // WIDTH
+NUM_PLACES = 2 * GROUPS
+"""Of groups of keys, in this tile and the next; after them is one number for `attend`, 0 at first."""
 NUM_ROWS = 4
 MANY_ROWS = 8
 """From so many rows on, a tile stays in the cache: prefetching costs more than it saves."""
@@ -193,7 +195,7 @@ def visible(position, window, count):
 
 
 @kernel_part
-def _span(row, past, queries):
+def span(row, past, queries):
     """The keys of a tile that one of the rows [row, past) sees: [low, high)."""
     _, group, position, window, _, _ = queries
     low, _ = visible(position + row // group, window, TILE_KEYS)
@@ -348,15 +350,18 @@ _score_two, _accumulate_two = _row_steps(
 )
 
 
-def _attention_to_tile(weigh_rows):
+def attention_to_tile(weigh_rows):
+    """`attend(…)` of `attention_loops` with a few rows at a time, whose weights these steps compute."""
+
     @kernel_part
     def attend(rows, shape, cache, offsets, queries, kind, per_number):
-        stride, num_rows = shape[2], queries[0]
+        head_dim, size, stride, plane, _ = shape
+        shape, num_rows = (head_dim, size, stride, plane), queries[0]
         row = 0
         while row < num_rows:
             num_together = NUM_ROWS if num_rows - row > 2 else 2
             past = min(row + num_together, num_rows)
-            tokens = _span(row, past, queries)
+            tokens = span(row, past, queries)
             if tokens[0] < tokens[1]:
                 at, numbers = row * stride, (tokens[0] // per_number, (tokens[1] + per_number - 1) // per_number)
                 if num_rows >= MANY_ROWS:
@@ -376,11 +381,11 @@ def _attention_to_tile(weigh_rows):
     return attend
 
 
-def attention_loops(start_row, weigh_rows, power):
+def attention_loops(start_row, attend, power, *, spare_rows=0):
     """`run(arguments, kind, query_kind, output_kind, per_number, per_query)`: the loops over tiles and their keys with
     these steps, whose weights are powers of e**(1 / `power`). A number of the cache holds `per_number` elements,
-    multiplied as `kind` says; one of the query `per_query`."""
-    attend = _attention_to_tile(weigh_rows)
+    multiplied as `kind` says; one of the query `per_query`. The scratch ends with `spare_rows` of head_dim floats for
+    `attend`."""
 
     @kernel_part
     def run(a, kind, query_kind, output_kind, per_number, per_query):
@@ -391,10 +396,10 @@ def attention_loops(start_row, weigh_rows, power):
         tiles, tables, sinks = pointer(a[9], INT32), pointer(a[10], INT32), pointer(a[19], FLOAT32)
         scale, softcap = splat(np.float32(as_double(a[14]))), np.float32(as_double(a[17]))
         stride = 2 * head_dim + TILE_KEYS + 2 * WIDTH
-        shape = (head_dim, size, stride, a[18] // per_number)
         num_scratch = (a[16] + NUM_ROWS - 1) * stride  # the last rows have neighbours
-        memory = np.zeros(num_scratch + WIDTH, np.float32)
-        places = np.zeros(2 * GROUPS, np.int64)
+        shape = (head_dim, size, stride, a[18] // per_number, num_scratch)
+        memory = np.zeros(num_scratch + spare_rows * head_dim + WIDTH, np.float32)
+        places = np.zeros(NUM_PLACES + 1, np.int64)
         rows = pointer((np.int64(memory.ctypes.data) + 63) & ~63, FLOAT32)  # whole cache lines
         found = pointer(np.int64(places.ctypes.data), INT64)
         while True:
@@ -431,4 +436,4 @@ def attention_loops(start_row, weigh_rows, power):
     return run
 
 
-_paged_attention = attention_loops(_start_row, _weigh_rows, ONE)
+_paged_attention = attention_loops(_start_row, attention_to_tile(_weigh_rows), ONE)

@@ -21,6 +21,7 @@ from engine.attention.cpu_kernels import (
     TILE_KEYS,
     ZERO,
     attention_loops,
+    attention_to_tile,
     cap_scores,
     hide,
     shrink_sum,
@@ -63,17 +64,22 @@ def paged_attention_address(dtype: str) -> int:
 
 
 @kernel_part
-def _start_row(rows, at, head_dim, query, column, scale):
+def start_row(rows, at, head_dim, query, column, scale):
     for pair in range(head_dim // 2):
         rows[at + pair] = query[column + pair]
     start_sums(rows, at, head_dim)
 
 
 @kernel_part
-def _weigh_rows(rows, shape, which, tokens, queries):
+def weigh_rows(rows, shape, which, tokens, queries):
     """Products of the rows [first, past) with the keys `tokens` -> pairs of weights."""
     head_dim, _, stride, _ = shape
     _, group, position, window, softcap, scale = queries
+    _, stop = visible(position + which[0] // group, window, TILE_KEYS)
+    begin, _ = visible(position + (which[1] - 1) // group, window, TILE_KEYS)
+    if begin == 0 and stop == TILE_KEYS and softcap == ZERO:
+        _weigh_whole_tile(rows, which, head_dim, stride, LOG2_E * first_of(scale))
+        return
     for row in range(which[0], which[1]):
         weights, factor = row * stride + 2 * head_dim, LOG2_E
         if softcap > ZERO:
@@ -96,22 +102,10 @@ def _weigh(rows, weights, tokens, seen, factor):
             store(rows, weights + token // 2, splat(ZERO))
         return
     hide(rows, weights, (first, past), seen)
-    if first == 0 and past == TILE_KEYS:
-        _move_weights(rows, weights, 0, TILE_KEYS, factor)  # a loop of a known length
-    else:
-        _move_weights(rows, weights, first, past, factor)
-
-
-@kernel_part
-def _move_weights(rows, weights, first, past, factor):
     top = maximum(load(rows, weights + first), load(rows, weights + first + WIDTH))
     for token in range(first + _TWO_VECTORS, past, _TWO_VECTORS):
         top = maximum(top, maximum(load(rows, weights + token), load(rows, weights + token + WIDTH)))
-    top = top * splat(factor)
-    old = rows[weights + MAXIMUM]
-    if any_above(top, old + SLACK):
-        new = largest(top)
-        shrink_sum(rows, weights, new, exp2(splat(old - new)))
+    _raise_maximum(rows, weights, top * splat(factor))
     start, ones = splat(-rows[weights + MAXIMUM]), splat(PAIR_OF_ONES)
     weight_sum = load(rows, weights + SUM)
     for token in range(first, past, _TWO_VECTORS):
@@ -123,4 +117,30 @@ def _move_weights(rows, weights, first, past, factor):
     store(rows, weights + SUM, weight_sum)
 
 
-_paged_attention = attention_loops(_start_row, _weigh_rows, LOG2_E)
+@kernel_part
+def _weigh_whole_tile(rows, which, head_dim, stride, factor):
+    """As `_weigh`, for rows that all see each of the 64 keys."""
+    scale, ones = splat(factor), splat(PAIR_OF_ONES)
+    for row in range(which[0], which[1]):
+        weights = row * stride + 2 * head_dim
+        first, second = load(rows, weights), load(rows, weights + WIDTH)
+        third, fourth = load(rows, weights + 2 * WIDTH), load(rows, weights + 3 * WIDTH)
+        rows[weights + SHRINK] = ONE
+        _raise_maximum(rows, weights, maximum(maximum(first, second), maximum(third, fourth)) * scale)
+        start = splat(-rows[weights + MAXIMUM])
+        lower = rounded_pairs(exp2(fused(first, scale, start)), exp2(fused(second, scale, start)))
+        upper = rounded_pairs(exp2(fused(third, scale, start)), exp2(fused(fourth, scale, start)))
+        store(rows, weights, lower)
+        store(rows, weights + WIDTH, upper)
+        store(rows, weights + SUM, pairs_product(upper, ones, pairs_product(lower, ones, load(rows, weights + SUM))))
+
+
+@kernel_part
+def _raise_maximum(rows, weights, top):
+    old = rows[weights + MAXIMUM]
+    if any_above(top, old + SLACK):
+        new = largest(top)
+        shrink_sum(rows, weights, new, exp2(splat(old - new)))
+
+
+_paged_attention = attention_loops(start_row, attention_to_tile(weigh_rows), LOG2_E)

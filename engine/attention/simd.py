@@ -442,6 +442,17 @@ def floor(typingctx, value):
 
 
 @intrinsic
+def prefetch(typingctx, base, index):
+    """`prefetched` for kernels."""
+
+    def codegen(context, builder, sig, args):
+        prefetched(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64), codegen
+
+
+@intrinsic
 def power_of_two(typingctx, exponent):
     """2**n for whole n in [-126, 127], built from exponent bits."""
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from engine.attention.compilation import has_wide_registers, multiplies_pairs, multiplies_tiles
+from engine.attention.compilation import (
+    Products,
+    has_tiles,
+    has_wide_registers,
+    multiplies_pairs,
+)
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.machine import second_level_bytes
+from engine.models.amx_linear_kernels import TILE_INPUTS
 from engine.models.elementwise import to_float32
 from engine.models.experts import GroupedLinear
 from engine.models.panel_linear_kernels import CHUNK, PANEL, multiply_address, runs_of
@@ -109,7 +115,7 @@ def make_grouped_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantiz
 
 def are_kernels(dtype: torch.dtype, quantization: Quantization) -> bool:
     """Whether linear layers on CPU are computed by compiled kernels of our own, not by torch."""
-    return quantization != "none" or PanelLinear.supports(torch.empty((1, 2), dtype=dtype, device="cpu"))
+    return quantization != "none" or PanelLinear.supports(torch.empty((1, TILE_INPUTS), dtype=dtype, device="cpu"))
 
 
 class PackedLinear:
@@ -119,7 +125,7 @@ class PackedLinear:
     third of the memory bandwidth. In float32 packing pays from a few rows on.
 
     On CPU a float16 weight is kept and multiplied in float32: few processors multiply float16. Inputs and results are
-    float16.
+    float16. So is one of bfloat16 where oneDNN multiplies tiles (AMX): there its order depends on the number of rows.
 
     For a single row oneDNN takes another kernel, which may add in another order: where it does, a single row is
     computed as two (benchmarks/LOG.md has the cost).
@@ -129,7 +135,8 @@ class PackedLinear:
         """weight [out_features, in_features], bias [out_features], both on the device and of the dtype to run with."""
         self.out_features, self.in_features = weight.shape
         self._dtype = weight.dtype
-        if weight.device.type == "cpu" and weight.dtype == torch.float16:
+        is_widened = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and has_tiles())
+        if weight.device.type == "cpu" and is_widened:
             weight, bias = weight.float(), None if bias is None else bias.float()
         elif weight.device.type == "cpu":  # both may be views of a file
             weight, bias = weight if _can_pack(weight) else weight.clone(), None if bias is None else bias.clone()
@@ -192,7 +199,9 @@ _SHORT_PRODUCTS = 1 << 16
 """With fewer multiplications of numbers one thread finishes before a second has started."""
 
 _Arguments = ctypes.c_int64 * 13
-_address_of = {in_pairs: functools.partial(multiply_address, in_pairs=in_pairs) for in_pairs in (False, True)}
+_address_of: dict[Products, Callable[[str], int]] = {
+    products: functools.partial(multiply_address, products=products) for products in ("tiles", "pairs", "floats")
+}
 
 
 class PanelLinear:
@@ -212,23 +221,24 @@ class PanelLinear:
         self.out_features, self.in_features = len(weight) // num_matrices, weight.shape[1]
         self._num_matrices = num_matrices
         self._outputs = -(-self.out_features // WIDTH) * WIDTH
+        products = _products(weight)
         self._panels = _in_panels(weight, num_matrices)
+        if products == "tiles":
+            self._panels = _in_tiles(self._panels)
         self._bias = padded_bias(bias, num_matrices, self.out_features)
-        in_pairs = weight.dtype == torch.bfloat16 and multiplies_pairs()
         # Where two panels and the rows do not fit, the next panel would evict this one before its last rows.
         self._next_fits = 3 * self._panels[:1].nbytes <= second_level_bytes()
-        self._are_converted = weight.dtype == torch.bfloat16 and not in_pairs
-        self._launch = launcher_for(_address_of[in_pairs], weight.dtype)
+        self._are_converted = weight.dtype == torch.bfloat16 and products == "floats"
+        self._launch = launcher_for(_address_of[products], weight.dtype)
 
     @staticmethod
     def supports(weight: torch.Tensor) -> bool:
-        """float32 with AVX-512, whose registers hold the sums. bfloat16 with AVX-512, unless the processor multiplies
-        tiles, which oneDNN uses; and where oneDNN has no product of bfloat16."""
+        """float32 with AVX-512, whose registers hold the sums; bfloat16 there, too, and where oneDNN has no product of
+        it."""
         if weight.device.type != "cpu":
             return False
         if weight.dtype == torch.bfloat16:
-            is_faster = has_wide_registers() and not multiplies_tiles()
-            return weight.shape[1] % 2 == 0 and (is_faster or not _has_onednn_bfloat16())
+            return weight.shape[1] % 2 == 0 and (has_wide_registers() or not _has_onednn_bfloat16())
         return weight.dtype == torch.float32 and has_wide_registers()
 
     def __call__(self, x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
@@ -261,9 +271,25 @@ class PanelLinear:
         return output if self._outputs == self.out_features else output[:, : self.out_features].contiguous()
 
 
+def _products(weight: torch.Tensor) -> Products:
+    """How this processor multiplies a weight [out_features, in_features]."""
+    if weight.dtype != torch.bfloat16:
+        return "floats"
+    if has_tiles() and weight.shape[1] % TILE_INPUTS == 0:
+        return "tiles"
+    return "pairs" if multiplies_pairs() else "floats"
+
+
 def _has_onednn_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 on this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _in_tiles(panels: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the order of `amx_linear_kernels`."""
+    num_panels, num_numbers, _ = panels.shape
+    tiles = panels.view(num_panels, num_numbers * 2 // TILE_INPUTS, TILE_INPUTS // 2, 2, 2, WIDTH)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(num_panels, num_numbers, PANEL)
 
 
 def _in_panels(weight: torch.Tensor, num_matrices: int) -> torch.Tensor:

@@ -17,14 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention import AttentionMetadata, cpu, select_backend
-from engine.attention.compilation import has_pairs
+from engine.attention.compilation import Products, has_pairs, has_tiles
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
 from tests.engine.attention.paged_step import in_tokens, in_vectors, paged_step, paged_tensors, step_behind_windows
 
 CPU = torch.device("cpu")
 BFLOAT16_STEP = 2**-7
-"""Between neighbours, relative to them: products of pairs round their weights too."""
+"""Between neighbours, relative to them: products of pairs and tiles round their weights too."""
+PRODUCTS: list[Products] = ["floats", "pairs", "tiles"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BF16 = torch.bfloat16
 LAYER = 1
@@ -44,6 +45,18 @@ requests = st.lists(
 
 
 @example(
+    requests=[(400, 400), (1, 333), (17, 50)],
+    block_size=32,
+    kv_heads=2,
+    group=3,
+    head_dim=96,
+    window=70,
+    softcap=None,
+    dtype=BF16,
+    products="tiles",
+    growth=10,
+)
+@example(
     requests=[(400, 400)],
     block_size=16,
     kv_heads=1,
@@ -52,7 +65,7 @@ requests = st.lists(
     window=None,
     softcap=None,
     dtype=BF16,
-    in_pairs=True,
+    products="pairs",
     growth=10,
 )
 @settings(max_examples=40)
@@ -65,7 +78,7 @@ requests = st.lists(
     window=st.one_of(st.none(), st.integers(1, 60)),
     softcap=st.sampled_from([None, 2.0, 50.0]),
     dtype=st.sampled_from([*TOLERANCE]),
-    in_pairs=st.booleans(),
+    products=st.sampled_from(PRODUCTS),
     growth=st.sampled_from(GROWTHS),
 )
 def test_compiled_attention_equals_the_reference(
@@ -77,7 +90,7 @@ def test_compiled_attention_equals_the_reference(
     window: int | None,
     softcap: float | None,
     dtype: torch.dtype,
-    in_pairs: bool,
+    products: Products,
     growth: int,
 ) -> None:
     metadata, _, num_blocks = paged_step(requests, block_size=block_size)
@@ -89,7 +102,7 @@ def test_compiled_attention_equals_the_reference(
     backend = select_backend("cpu", block_size=block_size, head_dim=head_dim, dtype=dtype, device=CPU, softcap=softcap)
     scale = head_dim**-0.5
 
-    with pairs(in_pairs):
+    with multiplying(products):
         output = backend.forward(
             query, key, value, cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
         )
@@ -97,7 +110,7 @@ def test_compiled_attention_equals_the_reference(
         query, key, value, expected_cache, layer=LAYER, metadata=metadata, scale=scale, sliding_window=window
     )
 
-    rtol = BFLOAT16_STEP if in_pairs and dtype == torch.bfloat16 else 0
+    rtol = BFLOAT16_STEP if products != "floats" and dtype == torch.bfloat16 else 0
     torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=rtol)
     if dtype != torch.float32:
         zero_partners(expected_cache, metadata)
@@ -119,16 +132,24 @@ def zero_partners(cache: torch.Tensor, metadata: AttentionMetadata) -> None:
 
 
 @contextmanager
-def pairs(are_multiplied: bool) -> Iterator[None]:
-    """As on a processor that multiplies pairs of bfloat16, where this one can, or on another one."""
-    with patch.object(cpu, "multiplies_pairs", lambda: are_multiplied and has_pairs()):
+def multiplying(products: Products) -> Iterator[None]:
+    """As on a processor that multiplies bfloat16 so, where this one can, or on another one."""
+    with (
+        patch.object(cpu, "multiplies_pairs", lambda: products == "pairs" and has_pairs()),
+        patch.object(cpu, "has_tiles", lambda: products == "tiles" and has_tiles()),
+    ):
         yield
+
+
+def products_of(name: str) -> Products:
+    """Of a backend's name in a test: "cpu in tiles"."""
+    return next((products for products in PRODUCTS if name.endswith(products)), "floats")
 
 
 @pytest.mark.parametrize("requests", [[(1, 100), (1, 500), (1, 7)], [(4, 100), (70, 200), (1, 70)]])
 @pytest.mark.parametrize("window", [1, 40])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", ["cpu", "cpu in pairs", "reference"])
+@pytest.mark.parametrize("name", ["cpu", "cpu in pairs", "cpu in tiles", "reference"])
 def test_a_window_leaves_out_what_lies_in_the_null_block(
     name: str, dtype: torch.dtype, window: int, requests: list[tuple[int, int]]
 ) -> None:
@@ -138,7 +159,7 @@ def test_a_window_leaves_out_what_lies_in_the_null_block(
     assert cache[0].isnan().all()
     backend = select_backend(name.split()[0], block_size=16, head_dim=64, dtype=dtype, device=CPU)
     pages = cache if name == "reference" else in_vectors(cache)
-    with pairs(name == "cpu in pairs"):
+    with multiplying(products_of(name)):
         outputs = [
             backend.forward(
                 query, key, value, pages.clone(), layer=LAYER, metadata=metadata, scale=0.125, sliding_window=window
@@ -174,7 +195,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     window=None,
     dtype=torch.float32,
     neighbours=[],
-    in_pairs=False,
+    products="floats",
     growth=10,
     has_sinks=True,
 )
@@ -185,7 +206,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     window=100,
     dtype=BF16,
     neighbours=[(40, 40)],
-    in_pairs=False,
+    products="floats",
     growth=1,
     has_sinks=True,
 )
@@ -196,7 +217,29 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     window=100,
     dtype=BF16,
     neighbours=[(40, 40)],
-    in_pairs=True,
+    products="tiles",
+    growth=10,
+    has_sinks=True,
+)
+@example(
+    ends=[],
+    group=6,
+    head_dim=64,
+    window=None,
+    dtype=BF16,
+    neighbours=[],
+    products="tiles",
+    growth=1,
+    has_sinks=False,
+)
+@example(
+    ends=EACH,
+    group=3,
+    head_dim=96,
+    window=100,
+    dtype=BF16,
+    neighbours=[(40, 40)],
+    products="pairs",
     growth=10,
     has_sinks=True,
 )
@@ -207,7 +250,7 @@ def test_the_reference_equals_sdpa_on_a_whole_prompt() -> None:
     head_dim=st.sampled_from([16, 64, 80]),
     window=st.sampled_from([None, 1, 20, 100]),
     dtype=st.sampled_from([*TOLERANCE]),
-    in_pairs=st.booleans(),
+    products=st.sampled_from(PRODUCTS),
     neighbours=st.lists(st.sampled_from([(1, 9), (3, 50), (40, 40)]), max_size=2),
     growth=st.sampled_from(GROWTHS),
     has_sinks=st.booleans(),
@@ -219,7 +262,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     window: int | None,
     dtype: torch.dtype,
     neighbours: list[tuple[int, int]],
-    in_pairs: bool,
+    products: Products,
     growth: int,
     has_sinks: bool,
 ) -> None:
@@ -234,7 +277,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_chunk_or_its_neighbours(
     backend = select_backend("cpu", block_size=16, head_dim=head_dim, dtype=dtype, device=CPU)
 
     def forward(rows: slice, of: AttentionMetadata, into: torch.Tensor) -> torch.Tensor:
-        with pairs(in_pairs):
+        with multiplying(products):
             return backend.forward(
                 query[rows], key[rows], value[rows], into, layer=LAYER, metadata=of, scale=0.2, sliding_window=window,
                 sinks=sinks,

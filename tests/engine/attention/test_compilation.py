@@ -229,7 +229,7 @@ import torch
 from engine.attention import compilation
 from engine.models.linear import PanelLinear
 
-assert not compilation.has_wide_registers() and not compilation.has_pairs()
+assert not compilation.has_wide_registers() and not compilation.has_pairs() and not compilation.has_tiles()
 matrix, rows = torch.randn(64, 32).bfloat16(), torch.randn(5, 32).bfloat16()
 torch.testing.assert_close(PanelLinear(matrix, None)(rows), torch.nn.functional.linear(rows, matrix))
 """

@@ -14,13 +14,13 @@ from engine.attention import AttentionMetadata, select_backend
 from engine.attention.reference import gather_kv
 from engine.errors import UnsupportedModel
 from tests.engine.attention.paged_step import in_vectors, paged_step, paged_tensors
-from tests.engine.attention.test_attention_backends import BFLOAT16_STEP, TOLERANCE, pairs
+from tests.engine.attention.test_attention_backends import BFLOAT16_STEP, TOLERANCE, multiplying, products_of
 
 LAYER, SCALE = 1, 0.3
 SIZES: dict[str, Any] = {"block_size": 16, "kv_heads": 2, "group": 3, "head_dim": 64}
 REQUESTS = [(1, 300), (20, 70), (1, 5), (33, 33)]
 SINKS = torch.tensor([-float("inf"), -3.0, 0.0, 4.0, 9.0, 1e4])
-BACKENDS = ["cpu", "cpu in pairs", "triton", "reference"]
+BACKENDS = ["cpu", "cpu in pairs", "cpu in tiles", "triton", "reference"]
 
 
 def attend(
@@ -32,7 +32,7 @@ def attend(
     backend = select_backend(name.split()[0], block_size=16, head_dim=64, dtype=dtype, device=torch.device("cpu"))
     options: dict[str, Any] = {"layer": LAYER, "metadata": metadata, "scale": SCALE, "sliding_window": window}
     pages = in_vectors(cache) if backend.name == "cpu" else cache.clone()
-    with pairs(name == "cpu in pairs") if backend.name == "cpu" else nullcontext():
+    with multiplying(products_of(name)) if backend.name == "cpu" else nullcontext():
         found = backend.forward(query, key, value, pages, **options, sinks=sinks)
     block, offset = metadata.slot_mapping // 16, metadata.slot_mapping % 16
     cache[block, LAYER, 0, :, offset], cache[block, LAYER, 1, :, offset] = key, value
@@ -73,7 +73,7 @@ def test_a_sink_takes_its_part_of_the_sum_and_adds_no_value(name: str, dtype: to
     found, expected = attend(name, dtype, window, SINKS)
     assert found[:, -1].abs().max() <= 1e-30
     torch.testing.assert_close(
-        found.double(), expected, atol=TOLERANCE[dtype], rtol=BFLOAT16_STEP if "pairs" in name else 0
+        found.double(), expected, atol=TOLERANCE[dtype], rtol=BFLOAT16_STEP if products_of(name) != "floats" else 0
     )
 
 

@@ -7,21 +7,26 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.attention.compilation import has_pairs
+from engine.attention.compilation import Products, has_pairs, has_tiles
 
-KINDS = {
-    "float32": (torch.float32, False),
-    "bfloat16, converted": (torch.bfloat16, False),
-    "bfloat16, in pairs": (torch.bfloat16, True),
-    "float16": (torch.float16, False),
+KINDS: dict[str, tuple[torch.dtype, Products]] = {
+    "float32": (torch.float32, "floats"),
+    "bfloat16, converted": (torch.bfloat16, "floats"),
+    "bfloat16, in pairs": (torch.bfloat16, "pairs"),
+    "float16": (torch.float16, "floats"),
 }
-"""The element type, and whether as pairs."""
+"""The element type, and how it is multiplied."""
+LINEAR_KINDS = {**KINDS, "bfloat16, in tiles": (torch.bfloat16, "tiles")}
+"""Of dense weights."""
 
 
 def multiply_as(kind: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Lets the kernels of `module` multiply so. Skips the test where the processor lacks the instruction."""
-    dtype, in_pairs = KINDS[kind]
-    if in_pairs and not has_pairs():
+    dtype, products = LINEAR_KINDS[kind]
+    if products == "pairs" and not has_pairs():
         pytest.skip("the kernel needs AVX512_BF16")
-    monkeypatch.setattr(module, "multiplies_pairs", lambda: in_pairs)
+    if products == "tiles" and not has_tiles():
+        pytest.skip("the kernel needs AMX")
+    monkeypatch.setattr(module, "multiplies_pairs", lambda: products == "pairs")
+    monkeypatch.setattr(module, "has_tiles", lambda: products == "tiles", raising=False)
     return dtype

@@ -14,13 +14,14 @@ from engine.models.experts import CompiledExperts, Experts, SeparateExperts
 from engine.models.linear import Linear, PackedLinear, make_grouped_linear, make_linear
 from engine.models.llama import GatedMLP, SparseMLP
 from engine.models.quantized import QuantizedMatrix
-from tests.engine.models.multiplied import KINDS, multiply_as
+from tests.engine.models.multiplied import LINEAR_KINDS, multiply_as
 
-HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_PER_TOKEN, NUM_TOKENS = 80, 48, 16, 4, 150
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_PER_TOKEN, NUM_TOKENS = 96, 64, 16, 4, 150
 WAYS: tuple[tuple[str, Quantization], ...] = (
     ("float32", "none"),
     ("bfloat16, converted", "none"),
     ("bfloat16, in pairs", "none"),
+    ("bfloat16, in tiles", "none"),
     ("float32", "int8"),
     ("bfloat16, in pairs", "int4"),
     ("float16", "int4"),
@@ -65,7 +66,7 @@ def _compiled(dtype: torch.dtype, quantization: Quantization) -> CompiledExperts
 def _multiply_as(kind: str, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     for module in (linear, quantized):
         multiply_as(kind, module, monkeypatch)
-    return KINDS[kind][0]
+    return LINEAR_KINDS[kind][0]
 
 
 def _choices(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

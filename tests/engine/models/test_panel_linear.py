@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine.attention.compilation import has_wide_registers, multiplies_tiles
+from engine.attention.compilation import has_wide_registers
 from engine.models import linear
 from engine.models.linear import Linear, PackedLinear, PanelLinear, make_linear
 from engine.models.panel_linear_kernels import runs_of
-from tests.engine.models.multiplied import KINDS, multiply_as
+from tests.engine.models.multiplied import LINEAR_KINDS, multiply_as
 
 NUM_RESULTS = 1 << 17
 """Another order of addition rounds one result in 2,000 to 20,000 to another bfloat16."""
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind != "float16"])
+@pytest.fixture(params=[kind for kind in LINEAR_KINDS if kind != "float16"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """As on a processor that multiplies numbers of this type in this way."""
     return multiply_as(request.param, linear, monkeypatch)
@@ -46,7 +46,9 @@ def test_one_row_has_the_bits_that_it_has_among_others(
     assert torch.equal(torch.cat([layer(row) for row in x.split(1)]), layer(x))
 
 
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 2), (16, 64), (100, 34), (192, 1000), (1000, 514)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(64, 2), (16, 64), (100, 34), (192, 1000), (1000, 514), (100, 32), (1000, 1056)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_any_shape_any_rows_any_threads(
     dtype: torch.dtype, out_features: int, in_features: int, has_bias: bool
@@ -127,7 +129,7 @@ def test_rows_of_a_wider_matrix_are_copied_and_no_row_is_no_result(dtype: torch.
 
 
 def test_what_is_not_supported_or_is_slower_is_left_to_torch() -> None:
-    in_bfloat16 = (has_wide_registers() and not multiplies_tiles()) or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    in_bfloat16 = has_wide_registers() or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for dtype, is_ours in ((torch.float32, has_wide_registers()), (torch.bfloat16, in_bfloat16)):
         assert isinstance(make_linear(numbers(8, 8, dtype=dtype)), PanelLinear) == is_ours
     odd = numbers(8, 7, dtype=torch.bfloat16)
