@@ -69,12 +69,12 @@ def _attend(rows, shape, cache, offsets, queries, kind, per_number):
 
 @kernel_part
 def _attend_few(rows, shape, cache, offsets, queries, seen):
-    head_dim, size, stride, plane, _ = shape
+    head_dim, _, stride, _, _ = shape
     (found, (_, there)), num_rows = offsets, queries[0]
     _set_rows(found, num_rows)
     _score(rows, 0, shape, cache, offsets, seen, True)
     values = _copy_values(rows, cache, offsets, seen, shape)
-    weigh_rows(rows, (head_dim, size, stride, plane), (0, num_rows), seen, queries)
+    weigh_rows(rows, shape, (0, num_rows), seen, queries)
     _shrink_sums(rows, (0, num_rows), head_dim, stride)
     following = address_of(cache, found[there + 2]), address_of(cache, found[there + 3])
     _accumulate_few(rows, values, seen, head_dim, stride, following)
@@ -82,7 +82,7 @@ def _attend_few(rows, shape, cache, offsets, queries, seen):
 
 @kernel_part
 def _attend_many(rows, shape, cache, offsets, queries, seen):
-    head_dim, size, stride, plane, _ = shape
+    head_dim, _, stride, _, _ = shape
     found, num_rows = offsets[0], queries[0]
     values = _copy_values(rows, cache, offsets, seen, shape)
     for row in range(0, num_rows, TILE_ROWS):
@@ -91,7 +91,7 @@ def _attend_many(rows, shape, cache, offsets, queries, seen):
         if tokens[0] < tokens[1]:
             _set_rows(found, past - row)
             _score(rows, row * stride, shape, cache, offsets, tokens, False)
-            weigh_rows(rows, (head_dim, size, stride, plane), (row, past), tokens, queries)
+            weigh_rows(rows, shape, (row, past), tokens, queries)
             _shrink_sums(rows, (row, past), head_dim, stride)
             _accumulate(rows, row * stride, values, tokens, head_dim, stride)
 

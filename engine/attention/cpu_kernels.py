@@ -256,7 +256,7 @@ def cap_scores(rows, scores, low, high, softcap):
 
 @kernel_part
 def _weigh_rows(rows, shape, which, tokens, queries):
-    head_dim, _, stride, _ = shape
+    head_dim, _, stride, _, _ = shape
     _, group, position, window, softcap, _ = queries
     for row in range(which[0], which[1]):
         weights = row * stride + 2 * head_dim
@@ -315,7 +315,7 @@ def _row_steps(tile_products, group_products, add_weighted_64, add_weighted_16):
 
     @kernel_part
     def score(rows, at, shape, cache, offsets, tokens, kind):
-        head_dim, size, stride, plane = shape
+        head_dim, size, stride, plane, _ = shape
         found, (here, _) = offsets
         first, past = tokens[0] // WIDTH, (tokens[1] + WIDTH - 1) // WIDTH
         if past - first == GROUPS:
@@ -327,7 +327,7 @@ def _row_steps(tile_products, group_products, add_weighted_64, add_weighted_16):
 
     @kernel_part
     def accumulate(rows, at, shape, cache, offsets, numbers, kind):
-        head_dim, _, stride, plane = shape
+        head_dim, _, stride, plane, _ = shape
         (found, (here, there)), (low, high) = offsets, numbers
         weights, whole = at + 2 * head_dim, head_dim // 64 * 64
         shrinks = weights + SHRINK
@@ -355,8 +355,7 @@ def attention_to_tile(weigh_rows):
 
     @kernel_part
     def attend(rows, shape, cache, offsets, queries, kind, per_number):
-        head_dim, size, stride, plane, _ = shape
-        shape, num_rows = (head_dim, size, stride, plane), queries[0]
+        stride, num_rows = shape[2], queries[0]
         row = 0
         while row < num_rows:
             num_together = NUM_ROWS if num_rows - row > 2 else 2

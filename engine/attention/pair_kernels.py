@@ -73,7 +73,7 @@ def start_row(rows, at, head_dim, query, column, scale):
 @kernel_part
 def weigh_rows(rows, shape, which, tokens, queries):
     """Products of the rows [first, past) with the keys `tokens` -> pairs of weights."""
-    head_dim, _, stride, _ = shape
+    head_dim, _, stride, _, _ = shape
     _, group, position, window, softcap, scale = queries
     _, stop = visible(position + which[0] // group, window, TILE_KEYS)
     begin, _ = visible(position + (which[1] - 1) // group, window, TILE_KEYS)

@@ -25,29 +25,43 @@ from engine.attention.amx_micro_kernels import (
     clear,
     load_tile,
     prefetch_lines,
+    release_tiles,
     set_tile_rows,
     store_tile,
 )
-from engine.attention.compilation import kernel_part
+from engine.attention.compilation import kernel, kernel_part
 from engine.attention.micro_kernels import I64, loop
-from engine.attention.simd import FLOAT32, WIDTH, load, pointer, store
+from engine.attention.simd import BFLOAT16, FLOAT32, PAIRS, WIDTH, load, pointer, store
+from engine.models.panel_linear_kernels import PANEL, multiplying
 
 TILE_INPUTS = 2 * TILE_ROWS
 """Of a step."""
-PANEL = 64
-"""Outputs, as in `panel_linear_kernels`."""
 _HALF = PANEL // 2
 _MANY_ROWS = 2 * TILE_ROWS
 _TILE = 64 * TILE_ROWS
 """Bytes."""
 _STEP = 2 * _TILE
 """Bytes of the two tiles of a half."""
+_AHEAD = 4
+"""Steps that few rows prefetch."""
 _FLOATS = ir.FloatType()
 
 
+def multiply_in_tiles_address(dtype: str) -> int:
+    """`panel_linear_kernels.multiply_address` for bfloat16 and inputs of whole steps."""
+    assert dtype == "bfloat16", dtype
+
+    @kernel
+    def compiled(a):
+        _multiply(a, BFLOAT16, PAIRS)
+        release_tiles()
+
+    return int(compiled.address)
+
+
 @kernel_part
-def multiply_panel(x, rows, matrix, bias, output, places, numbers):
-    """As `panel_linear_kernels` calls it; does not prefetch the next panel."""
+def _multiply_panel(x, rows, matrix, bias, output, places, numbers):
+    """See `multiplying`. Does not prefetch the next panel."""
     (row, last, num_numbers), (outputs, column, _, _) = rows, places
     row_bytes, num_steps = 4 * num_numbers, num_numbers // TILE_ROWS
     inputs, panel = address_of(x, row * num_numbers), address_of(matrix, column * num_numbers)
@@ -75,20 +89,11 @@ def multiply_panel(x, rows, matrix, bias, output, places, numbers):
 def _finish(sums, count, bias, output, places):
     """Adds the bias to the sums of `count` rows and writes them."""
     row, outputs, column = places
-    if outputs - column >= PANEL:
-        first, second = load(bias, column), load(bias, column + WIDTH)
-        third, fourth = load(bias, column + 2 * WIDTH), load(bias, column + 3 * WIDTH)
-        for index in range(count):
-            source, target = index * PANEL, (row + index) * outputs + column
-            store(output, target, load(sums, source) + first)
-            store(output, target + WIDTH, load(sums, source + WIDTH) + second)
-            store(output, target + 2 * WIDTH, load(sums, source + 2 * WIDTH) + third)
-            store(output, target + 3 * WIDTH, load(sums, source + 3 * WIDTH) + fourth)
-        return
+    width = min(PANEL, outputs - column)
     for index in range(count):
-        for vector in range(0, outputs - column, WIDTH):
-            total = load(sums, index * PANEL + vector) + load(bias, column + vector)
-            store(output, (row + index) * outputs + column + vector, total)
+        source, target = index * PANEL, (row + index) * outputs + column
+        for offset in range(0, width, WIDTH):
+            store(output, target + offset, load(sums, source + offset) + load(bias, column + offset))
 
 
 @intrinsic
@@ -104,7 +109,7 @@ def _scratch(typingctx):
 
 
 def _add_products(num_lefts):
-    num_halves = 3 - num_lefts
+    num_halves = 2 // num_lefts
     width = 4 * PANEL
 
     def codegen(context, builder, sig, args):
@@ -149,7 +154,6 @@ def _add_products(num_lefts):
     return intrinsic(typing)
 
 
-_AHEAD = 4
-"""Steps that few rows prefetch."""
 _add_few = _add_products(1)
 _add_many = _add_products(2)
+_multiply = multiplying(_multiply_panel)

@@ -11,17 +11,12 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.compilation import (
-    Products,
-    has_tiles,
-    has_wide_registers,
-    multiplies_pairs,
-)
+from engine.attention.compilation import Products, has_tiles, has_wide_registers, multiplies_pairs
 from engine.attention.openmp import launcher_for
 from engine.attention.simd import WIDTH
 from engine.config import Quantization
 from engine.machine import second_level_bytes
-from engine.models.amx_linear_kernels import TILE_INPUTS
+from engine.models.amx_linear_kernels import TILE_INPUTS, multiply_in_tiles_address
 from engine.models.elementwise import to_float32
 from engine.models.experts import GroupedLinear
 from engine.models.panel_linear_kernels import CHUNK, PANEL, multiply_address, runs_of
@@ -200,7 +195,9 @@ _SHORT_PRODUCTS = 1 << 16
 
 _Arguments = ctypes.c_int64 * 13
 _address_of: dict[Products, Callable[[str], int]] = {
-    products: functools.partial(multiply_address, products=products) for products in ("tiles", "pairs", "floats")
+    "tiles": multiply_in_tiles_address,
+    "pairs": functools.partial(multiply_address, in_pairs=True),
+    "floats": functools.partial(multiply_address, in_pairs=False),
 }
 
 

@@ -29,8 +29,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.attention.amx_micro_kernels import release_tiles
-from engine.attention.compilation import Products, has_wide_registers, kernel, kernel_part, multiplies_pairs
+from engine.attention.compilation import has_wide_registers, kernel, kernel_part, multiplies_pairs
 from engine.attention.micro_kernels import I64, ZERO, Arithmetic, for_each, loop, num_together
 from engine.attention.simd import (
     FLOAT32,
@@ -45,7 +44,6 @@ from engine.attention.simd import (
     put_floats,
     vector_at,
 )
-from engine.models.amx_linear_kernels import multiply_panel as multiply_panel_by_tiles
 
 PANEL = 64
 """Outputs."""
@@ -67,24 +65,15 @@ MANY_ROWS = 12 if has_wide_registers() else 4
 """Multiplied at once where each weight is converted, and there are as many."""
 
 
-def multiply_address(dtype: str, *, products: Products) -> int:
+def multiply_address(dtype: str, *, in_pairs: bool) -> int:
     """`void(int64*)`: counter, rows, outputs (whole vectors), numbers of 32 bits of an input, input [rows, numbers], or
     float32 [rows, inputs] where pairs are converted; matrices [matrices, panels, numbers, 64], bias (float32 [matrices,
     panels, 64]), output [rows, outputs], whether threads prefetch their next panel; of `runs_of`: tasks of a run, runs;
     first row of each matrix and the end (int64 [matrices + 1]; 0: all rows), matrices. `dtype`: float32, or bfloat16,
-    whose numbers are pairs, multiplied in tiles, as pairs or as floats."""
+    whose numbers are pairs, multiplied as such if `in_pairs`."""
     kind = KINDS[dtype]
-    numbers = PAIRS if products != "floats" else kind
-    if products == "tiles":
-
-        @kernel
-        def by_tiles(a):
-            _multiply_tiles(a, kind, numbers)
-            release_tiles()
-
-        return int(by_tiles.address)
-
-    if dtype == "bfloat16" and products == "floats":
+    numbers = PAIRS if in_pairs else kind
+    if dtype == "bfloat16" and not in_pairs:
 
         @kernel
         def converted(a):
@@ -126,8 +115,8 @@ def _multiplying_panel(many):
     return multiply_panel
 
 
-def _multiplying(multiply_panel):
-    """The kernel's body."""
+def multiplying(multiply_panel):
+    """The kernel's body, with the product of rows and a panel as `_multiplying_panel` makes it."""
 
     @kernel_part
     def multiply(a, kind, numbers):
@@ -281,6 +270,5 @@ _multiply_first_four = _multiply_rows(4, ahead=0 if multiplies_pairs() else _AHE
 _multiply_four = _multiply_rows(4, ahead=0)
 _multiply_two = _multiply_rows(2, ahead=_AHEAD)
 _multiply_one = _multiply_rows(1, ahead=_AHEAD if has_wide_registers() else _NEAR)
-_multiply = _multiplying(_multiplying_panel(4))
-_multiply_converted = _multiplying(_multiplying_panel(MANY_ROWS))
-_multiply_tiles = _multiplying(multiply_panel_by_tiles)
+_multiply = multiplying(_multiplying_panel(4))
+_multiply_converted = multiplying(_multiplying_panel(MANY_ROWS))

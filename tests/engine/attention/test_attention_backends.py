@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.attention import AttentionMetadata, cpu, select_backend
+from engine.attention import AttentionMetadata, amx_kernels, cpu, cpu_kernels, pair_kernels, select_backend
 from engine.attention.compilation import Products, has_pairs, has_tiles
 from engine.attention.reference import ReferenceAttention
 from engine.errors import UnsupportedModel
@@ -139,6 +139,22 @@ def multiplying(products: Products) -> Iterator[None]:
         patch.object(cpu, "has_tiles", lambda: products == "tiles" and has_tiles()),
     ):
         yield
+
+
+def test_tiles_and_pairs_are_of_bfloat16_and_tiles_of_whole_ones() -> None:
+    for has_them, multiplies, dtype, head_dim, kernels in (
+        (True, False, BF16, 64, amx_kernels),
+        (True, False, BF16, 80, cpu_kernels),
+        (True, True, BF16, 80, pair_kernels),
+        (True, True, torch.float32, 64, cpu_kernels),
+        (False, True, BF16, 64, pair_kernels),
+        (False, False, BF16, 64, cpu_kernels),
+    ):
+        with (
+            patch.object(cpu, "has_tiles", lambda has_them=has_them: has_them),
+            patch.object(cpu, "multiplies_pairs", lambda multiplies=multiplies: multiplies),
+        ):
+            assert cpu._attention_address_of(dtype, head_dim) == kernels.paged_attention_address
 
 
 def products_of(name: str) -> Products:
